@@ -1,0 +1,11 @@
+"""The offline half: chats in, verified packed shards out. CPU only, no torch.
+
+source   read       hub id, parquet, jsonl         -> Conversation
+encode   render,    template, tokenizer, targets   -> Document (cached, knows no row length)
+binpack  plan       lengths and turn ends          -> PackPlan (which piece in which row)
+shards   the format schema, manifest, publish, open -> PackedDataset[i] -> Row
+pack     compose    python -m pipeline.pack
+verify   recompute  python -m pipeline.verify
+"""
+
+__version__ = "0.1.0"

@@ -345,12 +345,18 @@ def _fixed(column: pa.FixedSizeListArray, i: int, max_tokens: int) -> Int32:
     return row
 
 
-def _bits(column: pa.FixedSizeListArray, i: int, max_tokens: int) -> Bool:
-    """Unpack row ``i``'s bits; they may begin inside a byte (T = 8193, row 1: byte 1024, bit 1)."""
-    packed = np.frombuffer(column.values.buffers()[1], np.uint8)
-    first, stop = i * max_tokens, (i + 1) * max_tokens
+def unpack_bits(packed: npt.NDArray[np.uint8], first: int, count: int) -> Bool:
+    """Bits ``first`` to ``first + count`` as booleans; they may begin inside a byte.
+
+    Worked example, T = 8193: row 1 begins at bit 8193, which is bit 1 of byte 1024.
+    """
+    stop = first + count
     bits = np.unpackbits(packed[first // 8 : -(-stop // 8)], bitorder="little")
-    mask = bits[first % 8 : first % 8 + max_tokens].view(np.bool_)
+    return bits[first % 8 : first % 8 + count].view(np.bool_)
+
+
+def _bits(column: pa.FixedSizeListArray, i: int, max_tokens: int) -> Bool:
+    mask = unpack_bits(np.frombuffer(column.values.buffers()[1], np.uint8), i * max_tokens, max_tokens)
     mask.flags.writeable = False
     return mask
 

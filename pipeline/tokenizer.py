@@ -1,0 +1,158 @@
+"""The tokenizer as files: where it is found, what the recipe records of it, what goes along with a dataset."""
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pipeline.source import HUB_ID, LOCAL_OPTIONS, unreachable
+
+TEMPLATE_FILE = "chat_template.jinja"
+FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json", TEMPLATE_FILE)
+_SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_CONTROL = ("<|im_start|>", "<|im_end|>")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenizerFiles:
+    """A tokenizer folder, read once."""
+
+    model: str | None
+    """Hub id, None for a local folder."""
+    files: dict[str, bytes]
+    """The source's files byte for byte, by name."""
+    template: str
+    """The chat template used."""
+    json: str
+    """Text of tokenizer.json."""
+    special_tokens: dict[str, str]
+    """bos_token and the like, as the template may use them."""
+    added_tokens: dict[str, int]
+    """Every added token, special or not: the control strings and their ids."""
+    vocab: dict[str, int]
+    """The model's own vocabulary."""
+    pad_token_id: int
+    """Fills the tail of rows."""
+    eos_token_ids: tuple[int, ...]
+    """The tokenizer config's, then generation_config's."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Largest id + 1."""
+        return max(max(self.vocab.values(), default=-1), *self.added_tokens.values()) + 1
+
+    def recipe(self, template_kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The entry ``recipe["tokenizer"]``."""
+        return {
+            "model": self.model,
+            "tokenizer_sha256": hashlib.sha256(self.files["tokenizer.json"]).hexdigest(),
+            "template_sha256": hashlib.sha256(self.template.encode()).hexdigest(),
+            "template_kwargs": template_kwargs,
+            "special_tokens": self.special_tokens,
+            "vocab_size": self.vocab_size,
+            "pad_token_id": self.pad_token_id,
+            "eos_token_ids": list(self.eos_token_ids),
+        }
+
+    def token_bytes(self) -> npt.NDArray[np.int64]:
+        """[vocab_size] UTF-8 bytes of each token; a byte-level vocabulary spells every byte as one character."""
+        lengths = np.zeros(self.vocab_size, np.int64)
+        for token, i in self.vocab.items():
+            lengths[i] = len(token)
+        for token, i in self.added_tokens.items():
+            lengths[i] = len(token.encode())
+        return lengths
+
+    def published(self) -> dict[str, bytes]:
+        """What lies in a dataset's ``tokenizer/``: the source's files and the template used."""
+        return self.files | {TEMPLATE_FILE: self.template.encode()}
+
+
+def open_tokenizer(spec: str) -> TokenizerFiles:
+    """Resolve ``--tokenizer``: a folder if there is one, else a hub id.
+
+    Raises:
+        ValueError: nothing there, hub out of reach, no template, or not a byte-level BPE with ChatML's tokens.
+    """
+    path = Path(spec)
+    if path.is_dir():
+        return read_folder(path, model=None)
+    if path.exists() or not HUB_ID.fullmatch(spec):
+        raise ValueError(f"--tokenizer {spec}: no such folder, and not a hub id (owner/name). {LOCAL_OPTIONS}")
+    from huggingface_hub import snapshot_download
+
+    try:
+        folder = snapshot_download(spec, allow_patterns=list(FILES), etag_timeout=10)
+    except Exception as error:  # the hub client raises its HTTP library's errors too
+        raise unreachable(f"--tokenizer {spec}", error) from None
+    return read_folder(Path(folder), model=spec)
+
+
+def read_folder(folder: Path, *, model: str | None) -> TokenizerFiles:
+    """Read a folder that holds tokenizer.json and a chat template. Raises ValueError as open_tokenizer."""
+    files = {name: (folder / name).read_bytes() for name in FILES if (folder / name).is_file()}
+    if "tokenizer.json" not in files:
+        raise ValueError(f"--tokenizer {folder}: no tokenizer.json in this folder")
+    body = _json(files, "tokenizer.json", folder)
+    config = _json(files, "tokenizer_config.json", folder)
+    added = {token["content"]: token["id"] for token in body.get("added_tokens", [])}
+    model_part = body.get("model", {})
+    if model_part.get("type") != "BPE" or '"ByteLevel"' not in json.dumps(body.get("pre_tokenizer")):
+        raise ValueError(
+            f"{folder}/tokenizer.json: expected a byte-level BPE, as Qwen's; found {model_part.get('type')}"
+        )
+    if missing := [token for token in _CONTROL if token not in added]:
+        raise ValueError(f"{folder}/tokenizer.json: {' and '.join(missing)} must be added tokens, as in Qwen's")
+    special = {name: text for name in _SPECIAL if (text := _content(config.get(name)))}
+    vocab = {token: i for token, i in model_part["vocab"].items() if token not in added}
+    pad = special.get("pad_token", "<|endoftext|>")
+    if pad not in added:
+        raise ValueError(f"{folder}/tokenizer_config.json: pad_token {pad!r} is not an added token of tokenizer.json")
+    return TokenizerFiles(
+        model=model,
+        files=files,
+        template=_template(files, config, folder),
+        json=files["tokenizer.json"].decode(),
+        special_tokens=special,
+        added_tokens=added,
+        vocab=vocab,
+        pad_token_id=added[pad],
+        eos_token_ids=_eos(special, added, _json(files, "generation_config.json", folder)),
+    )
+
+
+def _json(files: dict[str, bytes], name: str, folder: Path) -> dict[str, Any]:
+    try:
+        body = json.loads(files.get(name, b"{}"))
+    except ValueError:
+        raise ValueError(f"{folder}/{name}: not JSON; fetch it again") from None
+    if not isinstance(body, dict):
+        raise ValueError(f"{folder}/{name}: expected a JSON object")
+    return body
+
+
+def _content(token: Any) -> str:
+    """A special token as configs write it: its text, or an object that holds it."""
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) else ""
+
+
+def _template(files: dict[str, bytes], config: dict[str, Any], folder: Path) -> str:
+    if TEMPLATE_FILE in files:
+        return files[TEMPLATE_FILE].decode()
+    template = config.get("chat_template")
+    if isinstance(template, list):
+        template = {entry.get("name"): entry.get("template") for entry in template}.get("default")
+    if not isinstance(template, str):
+        raise ValueError(f"--tokenizer {folder}: no chat template (chat_template.jinja, or in tokenizer_config.json)")
+    return template
+
+
+def _eos(special: dict[str, str], added: dict[str, int], generation: dict[str, Any]) -> tuple[int, ...]:
+    ids = [added[special["eos_token"]]] if special.get("eos_token") in added else []
+    more = generation.get("eos_token_id", [])
+    return tuple(dict.fromkeys(ids + (more if isinstance(more, list) else [more])))

@@ -50,7 +50,8 @@ def open_encoded(folder: Path, records: Sequence[BlockRecord]) -> EncodedSet:
         return np.concatenate(parts) if parts else np.zeros(0, dtype)
 
     def sizes(name: str) -> list[Int64]:
-        return [np.diff(np.asarray(batch.column(name).offsets, np.int64)) for batch in batches]
+        offsets = [np.asarray(batch.column(name).offsets, np.int64) for batch in batches]
+        return [ends[1:] - ends[:-1] for ends in offsets]
 
     tokens, turns = sizes("input_ids"), sizes("turn_ends")
     no_sizes = [np.zeros(0, np.int64)]
@@ -186,7 +187,6 @@ def account(encoded: EncodedSet, plan: PackPlan, shards: list[dict[str, Any]], *
     rejected = Counter(line.reason for line in lines if line.what == "rejected")
     tokens = int(lengths.sum())
     tokens_rejected = encoded.tokens_rejected + plan.tokens_rejected
-    width = max(1, max_tokens // 64)
     return {
         "totals": {
             "chats_read": encoded.num_chats,
@@ -212,10 +212,20 @@ def account(encoded: EncodedSet, plan: PackPlan, shards: list[dict[str, Any]], *
             "sum_of_squared_lengths": int((lengths**2).sum()),
         },
         "histograms": {
-            "piece_tokens": {"width": width, "counts": np.bincount(lengths // width).tolist()},
-            "pieces_per_row": {"width": 1, "counts": np.bincount(pieces_per_row).tolist()},
+            "piece_tokens": histogram(lengths, piece_width(max_tokens)),
+            "pieces_per_row": histogram(pieces_per_row, 1),
         },
     }
+
+
+def piece_width(max_tokens: int) -> int:
+    """Tokens a bar of the histogram of piece lengths: some 64 bars at any row length."""
+    return max(1, max_tokens // 64)
+
+
+def histogram(values: Sequence[int] | Int64, width: int) -> dict[str, Any]:
+    """Bar i counts the values from i * width to (i + 1) * width - 1."""
+    return {"width": width, "counts": np.bincount(np.asarray(values, np.int64) // width).tolist()}
 
 
 def reject_lines(encoded: EncodedSet, plan: PackPlan) -> list[Reject]:

@@ -1,0 +1,123 @@
+"""A throw-away tokenizer and small ChatML templates of our own, one for each way that templates treat reasoning."""
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+
+from pipeline.encode import Document, Encoder
+from pipeline.source import Conversation, Reject
+from pipeline.tokenizer import TokenizerFiles, read_folder
+
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|image_pad|>")
+NOT_SPECIAL = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
+CONTROL = SPECIAL + NOT_SPECIAL
+
+PLAIN = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""Writes every message as it is; reads no reasoning, no tools."""
+
+TOOLS = """
+{%- if tools %}{{- '<|im_start|>system\n' }}
+    {%- for tool in tools %}{{- tool | tojson + '\n' }}{%- endfor %}{{- '<|im_end|>\n' }}
+{%- endif %}
+{%- for m in messages %}
+    {%- if m.role == 'tool' %}
+        {%- if loop.previtem.role != 'tool' %}{{- '<|im_start|>user' }}{%- endif %}
+        {{- '\n<tool_response>\n' + m.content + '\n</tool_response>' }}
+        {%- if loop.last or loop.nextitem.role != 'tool' %}{{- '<|im_end|>\n' }}{%- endif %}
+    {%- elif m.role in ('system', 'user') %}
+        {{- '<|im_start|>' + m.role + '\n' + (m.content if m.content is string else m.content[0].text) | trim + '<|im_end|>\n' }}
+    {%- elif m.role == 'assistant' %}
+        {%- set content, reasoning = (m.content or '') | trim, (m.reasoning_content or '') | trim %}
+        {%- if SPLIT and not reasoning and '</think>' in content %}
+            {%- set reasoning = content.split('</think>')[0].split('<think>')[-1] | trim %}
+            {%- set content = content.split('</think>')[-1] | trim %}
+        {%- endif %}
+        {{- '<|im_start|>assistant\n' }}
+        {%- if loop.last %}{{- '<think>\n' + reasoning + '\n</think>\n\n' }}{%- endif %}
+        {{- content }}
+        {%- for call in m.tool_calls or [] %}
+            {%- set call = call.function or call %}
+            {{- '\n<tool_call>\n' + call.name + ' ' + call.arguments | tojson + '\n</tool_call>' }}
+        {%- endfor %}
+        {{- '<|im_end|>\n' }}
+    {%- else %}
+        {{- raise_exception('unknown role') }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n<think>\n' }}{%- endif %}"""
+SPLITS = TOOLS.replace("SPLIT", "true")
+"""Takes reasoning out of the content itself, as Qwen3 does; the last answer alone keeps it."""
+FIELD = TOOLS.replace("SPLIT", "false")
+"""Reads reasoning_content alone, as Qwen3.8 does."""
+
+
+@cache
+def tokenizer_json() -> str:
+    """A byte-level BPE with Qwen's kind of splitting, trained on a few lines."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.normalizer = normalizers.NFC()
+    rule = r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(rule), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    corpus = ["system user assistant hello hello there friend, how are you?\n\nI am <fine>.\n\n", "think tool_call im_end"]
+    tokenizer.train_from_iterator(corpus * 3, trainer)
+    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in SPECIAL])
+    tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in NOT_SPECIAL])
+    return str(tokenizer.to_str())
+
+
+def write_tokenizer(folder: Path, template: str = PLAIN, *, body: dict[str, Any] | None = None) -> Path:
+    """Write a tokenizer folder; ``body`` replaces entries of its tokenizer.json."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "tokenizer.json").write_text(json.dumps(json.loads(tokenizer_json()) | (body or {})))
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}')
+    (folder / "chat_template.jinja").write_text(template)
+    return folder
+
+
+def make_encoder(folder: Path, template: str = PLAIN, **settings: Any) -> Encoder:
+    """An encoder on the throw-away tokenizer."""
+    files: TokenizerFiles = read_folder(write_tokenizer(folder, template), model=None)
+    return Encoder(files, **({"template_kwargs": {}, "targets": "assistant"} | settings))
+
+
+def chat(*contents: str, system: str | None = None) -> list[dict[str, Any]]:
+    """user, assistant, user, assistant ..., perhaps after a system message."""
+    turns = [{"role": ("user", "assistant")[i % 2], "content": content} for i, content in enumerate(contents)]
+    return ([{"role": "system", "content": system}] if system is not None else []) + turns
+
+
+def encode_one(encoder: Encoder, messages: Any, tools: Any = None, *, doc_id: int = 1) -> Document | Reject:
+    """The Document or the rejection of one chat."""
+    found = encoder.encode([Conversation(doc_id=doc_id, messages=messages, tools=tools)])
+    return next(item for item in found if isinstance(item, Document) or item.what == "rejected")
+
+
+def decoded(files: TokenizerFiles, ids: Any) -> str:
+    """Text of token ids, control tokens included."""
+    return str(Tokenizer.from_str(files.json).decode([int(i) for i in ids], skip_special_tokens=False))
+
+
+def target_texts(files: TokenizerFiles, document: Document) -> list[str]:
+    """Decoded runs of targets."""
+    runs: list[list[int]] = []
+    previous = False
+    for token, is_target in zip(document.input_ids.tolist(), document.loss_mask.tolist(), strict=True):
+        if is_target:
+            runs[-1].append(token) if previous else runs.append([token])
+        previous = is_target
+    return [decoded(files, run) for run in runs]

@@ -1,0 +1,20 @@
+"""Fixtures for every test file."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+NEEDED = ("qwen3_5_tokenizer", "qwen3_tokenizer", "chat_templates", "ultrachat_1019.parquet")
+
+
+@pytest.fixture(scope="session")
+def qwen_fixtures() -> Path:
+    """The folder QWEN_FIXTURES names: Qwen's tokenizers and templates, and real chats. Skips where there is none."""
+    name = os.environ.get("QWEN_FIXTURES", "")
+    if not name:
+        pytest.skip("QWEN_FIXTURES is not set: Qwen's own tokenizers, templates and real chats are not here to test with")
+    missing = [entry for entry in NEEDED if not (Path(name) / entry).exists()]
+    if missing:
+        pytest.skip(f"QWEN_FIXTURES={name} lacks {', '.join(missing)}")
+    return Path(name)

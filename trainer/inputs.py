@@ -1,0 +1,73 @@
+"""What a run is given fits together: shards, evaluation shards and the model's configuration.
+
+Guarantees: every mismatch is an error of one message before any weight is read, with what to pass instead.
+"""
+
+from pathlib import Path
+
+from transformers import Qwen3_5TextConfig
+
+from pipeline.shards import PackedDataset
+from trainer.sizes import SIZES, ModelConfig, resolve_config, sample_config
+
+
+def open_evaluation(path: Path, dataset: PackedDataset) -> PackedDataset:
+    """The evaluation rows. Raises ValueError if another tokenizer packed them, or there are none."""
+    found = PackedDataset.open(path)
+    theirs, ours = (d.manifest.recipe["tokenizer"]["tokenizer_sha256"] for d in (found, dataset))
+    if theirs != ours:
+        raise ValueError(
+            f"--eval-shards {path} was packed with the tokenizer {theirs[:12]}, {dataset.path} with "
+            f"{ours[:12]}: losses would mean nothing. Pack both with the same --tokenizer."
+        )
+    if len(found) == 0:
+        raise ValueError(f"--eval-shards {path} has 0 rows; pack a source that has targets")
+    return found
+
+
+def choose_model(spec: str | None, dataset: PackedDataset, *, sample_sha256: str) -> ModelConfig:
+    """The configuration behind ``spec``, or the small one for the sample's own tokenizer.
+
+    Args:
+        spec: a ``--model`` value or the model that the recipe names; None where it names none.
+        dataset: the shards.
+        sample_sha256: hash of the sample's tokenizer.
+
+    Raises:
+        ValueError: there is no model, or its configuration cannot be had.
+    """
+    if spec is not None:
+        return resolve_config(spec)
+    tokenizer = dataset.manifest.recipe["tokenizer"]
+    if tokenizer["tokenizer_sha256"] != sample_sha256:
+        raise ValueError(
+            f"the tokenizer of {dataset.path} was a local folder, which names no model. Pass --model: a hub id "
+            "such as Qwen/Qwen3.5-0.8B, a folder with config.json and safetensors, or random: with one of "
+            f"{', '.join(SIZES)} or a configuration file. Its vocabulary has to hold the tokenizer's."
+        )
+    return sample_config(
+        vocab_size=tokenizer["vocab_size"],
+        pad_token_id=tokenizer["pad_token_id"],
+        eos_token_ids=tokenizer["eos_token_ids"],
+    )
+
+
+def check_vocabulary(config: ModelConfig, dataset: PackedDataset, model: str) -> None:
+    """Refuse a model that has no embedding for a token of the dataset. Raises ValueError."""
+    tokenizer = dataset.manifest.recipe["tokenizer"]
+    for what, largest in (
+        ("the tokenizer's largest token id", tokenizer["vocab_size"] - 1),
+        ("the pad id", tokenizer["pad_token_id"]),
+        ("the largest token id in the rows", dataset.manifest.limits["max_token_id"]),
+    ):
+        if largest >= config.vocab_size:
+            raise ValueError(
+                f"{what} of {dataset.path} is {largest}, but {model} has a vocabulary of {config.vocab_size}. "
+                "Train the model that the tokenizer belongs to, or pack again with the model's own tokenizer."
+            )
+
+
+def alternatives(spec: str | None) -> dict[str, ModelConfig]:
+    """Other sizes to suggest, as ``--model`` would name them."""
+    prefix = "random:" if spec is None or spec.startswith("random:") else "Qwen/Qwen3.5-"
+    return {prefix + size: Qwen3_5TextConfig(**fields) for size, fields in SIZES.items()}

@@ -1,0 +1,329 @@
+"""The Qwen3.5 text model (also Qwen3.6 and 3.8: their `model_type` is `qwen3_5`), for packed input only.
+
+    config = resolve_config("random:0.8B")                  # or a hub id, a folder, random:CONFIG.json
+    model = Qwen3_5ForCausalLM(config, kernels=select(torch.device("cpu")))
+    model.init_weights(seed=0)                              # or checkpoint.load_weights
+    model(batch).backward()
+
+Guarantees: parameter names and results equal transformers' `Qwen3_5ForCausalLM`; boundaries travel with every call,
+so that no document sees another; `A_log` and the gated norm's weight stay fp32 whatever the compute dtype.
+Costs: the kernels'; logits of all tokens exist in `logits` only.
+
+Layers repeat as 3 gated-delta-net layers and 1 gated full-attention layer, each followed by a SwiGLU block.
+
+Shapes: T tokens of the packed batch, D width, C conv channels, H heads, G key/value heads, K key dim, V value dim,
+R rotary dims.
+"""
+
+import hashlib
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from trainer.batches import IGNORE_INDEX, Batch
+from trainer.kernels import Kernels
+from trainer.reference import Boundaries
+from trainer.sizes import ModelConfig, check_config, layer_types, rotary
+
+Rotary = tuple[Tensor, Tensor]
+
+
+def keeps_fp32(name: str) -> bool:
+    """Whether the parameter of this name is stored and used in fp32 whatever the compute dtype."""
+    return name.endswith((".linear_attn.A_log", ".linear_attn.norm.weight"))
+
+
+class RMSNorm(nn.Module):
+    """Zero-centred RMSNorm over the last dimension: x / rms(x) * (1 + weight)."""
+
+    def __init__(self, dim: int, *, eps: float, kernels: Kernels) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(dim))
+        self.eps = eps
+        self.kernels = kernels
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., D] -> [..., D]"""
+        return self.kernels.rms_norm(x, self.weight, self.eps)
+
+
+class GatedRMSNorm(nn.Module):
+    """RMSNorm with a plain fp32 weight, times silu of a gate; once per value head."""
+
+    def __init__(self, dim: int, *, eps: float, kernels: Kernels) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(dim, dtype=torch.float32))
+        self.eps = eps
+        self.kernels = kernels
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        """[..., V], [..., V] -> [..., V]"""
+        return self.kernels.gated_rms_norm(x, gate, self.weight, self.eps)
+
+
+class GatedDeltaNet(nn.Module):
+    """Linear attention: causal conv, gated delta rule, gated norm. State and conv stop at every boundary."""
+
+    def __init__(self, config: ModelConfig, *, kernels: Kernels) -> None:
+        super().__init__()
+        self.num_key_heads, self.num_value_heads = config.linear_num_key_heads, config.linear_num_value_heads
+        self.key_dim, self.value_dim = config.linear_key_head_dim, config.linear_value_head_dim
+        keys, values = self.num_key_heads * self.key_dim, self.num_value_heads * self.value_dim
+        channels, width = 2 * keys + values, config.linear_conv_kernel_dim
+        self.widths = [keys, keys, values]
+        self.kernels = kernels
+        self.in_proj_qkv = nn.Linear(config.hidden_size, channels, bias=False)
+        self.in_proj_z = nn.Linear(config.hidden_size, values, bias=False)
+        self.in_proj_b = nn.Linear(config.hidden_size, self.num_value_heads, bias=False)
+        self.in_proj_a = nn.Linear(config.hidden_size, self.num_value_heads, bias=False)
+        # Holds the weight [C, 1, W]; never called.
+        self.conv1d = nn.Conv1d(channels, channels, width, groups=channels, bias=False)
+        self.dt_bias = nn.Parameter(torch.ones(self.num_value_heads))
+        self.A_log = nn.Parameter(torch.zeros(self.num_value_heads, dtype=torch.float32))
+        self.norm = GatedRMSNorm(self.value_dim, eps=config.rms_norm_eps, kernels=kernels)
+        self.out_proj = nn.Linear(values, config.hidden_size, bias=False)
+
+    def forward(self, x_TD: Tensor, bounds: Boundaries) -> Tensor:
+        """[T, D] -> [T, D]"""
+        assert self.A_log.dtype.itemsize >= 4, "A_log was rounded: change the dtype with model.to_dtype"
+        mixed_TC = self.kernels.causal_conv(self.in_proj_qkv(x_TD), self.conv1d.weight.squeeze(1), bounds)
+        query, key, value = torch.split(mixed_TC, self.widths, dim=-1)
+        # Log of the decay, at most 0; in fp32, because it is summed over a whole chunk.
+        step_TH = F.softplus(self.in_proj_a(x_TD).to(self.A_log.dtype) + self.dt_bias)
+        out_THV = self.kernels.gated_delta_rule(
+            query.reshape(-1, self.num_key_heads, self.key_dim),
+            key.reshape(-1, self.num_key_heads, self.key_dim),
+            value.reshape(-1, self.num_value_heads, self.value_dim),
+            -self.A_log.exp() * step_TH,
+            self.in_proj_b(x_TD).sigmoid(),
+            bounds,
+        )
+        gate_THV = self.in_proj_z(x_TD).view_as(out_THV)
+        out: Tensor = self.out_proj(self.norm(out_THV, gate_THV).flatten(1))
+        return out
+
+
+class GatedAttention(nn.Module):
+    """Causal attention within each document, grouped key/value heads, rotary on part of each head, output gate."""
+
+    def __init__(self, config: ModelConfig, *, kernels: Kernels) -> None:
+        super().__init__()
+        width, self.head_dim = config.hidden_size, config.head_dim
+        self.kernels = kernels
+        self.q_proj = nn.Linear(width, config.num_attention_heads * self.head_dim * 2, bias=False)
+        self.k_proj = nn.Linear(width, config.num_key_value_heads * self.head_dim, bias=False)
+        self.v_proj = nn.Linear(width, config.num_key_value_heads * self.head_dim, bias=False)
+        self.o_proj = nn.Linear(config.num_attention_heads * self.head_dim, width, bias=False)
+        self.q_norm = RMSNorm(self.head_dim, eps=config.rms_norm_eps, kernels=kernels)
+        self.k_norm = RMSNorm(self.head_dim, eps=config.rms_norm_eps, kernels=kernels)
+
+    def forward(self, x_TD: Tensor, tables: Rotary, bounds: Boundaries) -> Tensor:
+        """[T, D] -> [T, D]; tables: cosine and sine [T, R]."""
+        # Each head's query and its gate stand side by side in q_proj's output.
+        query_THK, gate_THK = torch.chunk(self._heads(self.q_proj(x_TD), 2 * self.head_dim), 2, dim=-1)
+        key_TGK = self._heads(self.k_proj(x_TD), self.head_dim)
+        value_TGK = self._heads(self.v_proj(x_TD), self.head_dim)
+        query_THK = rotate(self.q_norm(query_THK), tables)
+        key_TGK = rotate(self.k_norm(key_TGK), tables)
+        out_THK = self.kernels.attention(query_THK, key_TGK, value_TGK, bounds)
+        out: Tensor = self.o_proj((out_THK * gate_THK.sigmoid()).flatten(1))
+        return out
+
+    @staticmethod
+    def _heads(x: Tensor, dim: int) -> Tensor:
+        return x.view(x.shape[0], -1, dim)
+
+
+class SwiGLU(nn.Module):
+    """down(silu(gate) * up)"""
+
+    def __init__(self, config: ModelConfig, *, kernels: Kernels) -> None:
+        super().__init__()
+        self.kernels = kernels
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        """[T, D] -> [T, D]"""
+        out: Tensor = self.down_proj(self.kernels.swiglu(self.gate_proj(x_TD), self.up_proj(x_TD)))
+        return out
+
+
+class DecoderLayer(nn.Module):
+    """A token mixer and a SwiGLU block, each behind a norm and beside a residual."""
+
+    def __init__(self, config: ModelConfig, *, layer_type: str, kernels: Kernels) -> None:
+        super().__init__()
+        self.is_linear = layer_type == "linear_attention"
+        if self.is_linear:
+            self.linear_attn = GatedDeltaNet(config, kernels=kernels)
+        else:
+            self.self_attn = GatedAttention(config, kernels=kernels)
+        self.mlp = SwiGLU(config, kernels=kernels)
+        self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, kernels=kernels)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, kernels=kernels)
+
+    def forward(self, x_TD: Tensor, tables: Rotary, bounds: Boundaries) -> Tensor:
+        """[T, D] -> [T, D]"""
+        normed = self.input_layernorm(x_TD)
+        mixed = self.linear_attn(normed, bounds) if self.is_linear else self.self_attn(normed, tables, bounds)
+        x_TD = x_TD + mixed
+        out: Tensor = x_TD + self.mlp(self.post_attention_layernorm(x_TD))
+        return out
+
+
+class TextModel(nn.Module):
+    """Embedding, layers, last norm: everything but the head."""
+
+    def __init__(self, config: ModelConfig, *, kernels: Kernels) -> None:
+        super().__init__()
+        self.config = config
+        self.recompute = False
+        # No padding_idx: padding has no targets, and a pad id inside a document is a token like any other.
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(
+            DecoderLayer(config, layer_type=layer_type, kernels=kernels) for layer_type in layer_types(config)
+        )
+        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, kernels=kernels)
+
+    def forward(self, batch: Batch, *, inputs_embeds: Tensor | None = None) -> Tensor:
+        """Hidden states [T, D] after the last norm."""
+        x_TD = self.embed_tokens(batch.input_ids) if inputs_embeds is None else inputs_embeds
+        tables = rotary_tables(self.config, batch.position_ids, dtype=x_TD.dtype)
+        for layer in self.layers:
+            if self.recompute and torch.is_grad_enabled():
+                x_TD = checkpoint(layer, x_TD, tables, batch, use_reentrant=False, preserve_rng_state=False)
+            else:
+                x_TD = layer(x_TD, tables, batch)
+        out: Tensor = self.norm(x_TD)
+        return out
+
+
+class Qwen3_5ForCausalLM(nn.Module):  # noqa: N801 - the name under which the released weights are known
+    """The whole model. Takes a `Batch`; there is no way to call it without boundaries."""
+
+    def __init__(self, config: ModelConfig, *, kernels: Kernels) -> None:
+        """Parameters in the default dtype, not yet set: call `init_weights` or load a checkpoint.
+
+        Raises ValueError for a configuration that asks for something this model does not compute.
+        """
+        super().__init__()
+        check_config(config)
+        self.config = config
+        self.kernels = kernels
+        self.model = TextModel(config, kernels=kernels)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.tie_weights()
+
+    def tie_weights(self) -> None:
+        """Share embedding and head where the configuration says so; again after `to_empty`."""
+        if self.config.tie_word_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+    def set_recompute(self, *, enabled: bool) -> None:
+        """Keep only each layer's input for the backward pass and compute the rest again there."""
+        self.model.recompute = enabled
+
+    def forward(self, batch: Batch) -> Tensor:
+        """fp32 scalar: the sum of the cross entropy over the batch's targets; 0 where it has none."""
+        return self.kernels.loss(self.hidden(batch), self.lm_head.weight, batch.labels)
+
+    def hidden(self, batch: Batch, *, inputs_embeds: Tensor | None = None) -> Tensor:
+        """Hidden states [T, D] after the last norm; `inputs_embeds` [T, D] replaces the embedding lookup."""
+        out: Tensor = self.model(batch, inputs_embeds=inputs_embeds)
+        return out
+
+    def logits(self, batch: Batch, *, inputs_embeds: Tensor | None = None) -> Tensor:
+        """Logits [T, vocabulary] of every token, all alive at once: for tests and generation."""
+        out: Tensor = self.lm_head(self.hidden(batch, inputs_embeds=inputs_embeds))
+        return out
+
+    def to_dtype(self, dtype: torch.dtype, /) -> "Qwen3_5ForCausalLM":
+        """Cast every parameter but those that stay fp32; in place."""
+        for name, parameter in self.named_parameters():
+            if not keeps_fp32(name):
+                parameter.data = parameter.data.to(dtype)
+        return self
+
+    @torch.no_grad()
+    def init_weights(self, *, seed: int) -> None:
+        """Random weights, each from its own generator on the CPU: the same on any device and any number of them."""
+        for name, parameter in self.named_parameters():
+            digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=7).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(digest, "big"))
+            parameter.copy_(_initial(name, parameter.shape, std=self.config.initializer_range, generator=generator))
+
+
+def _initial(name: str, shape: torch.Size, *, std: float, generator: torch.Generator) -> Tensor:
+    """fp32 first values of the parameter of this name."""
+    values = torch.empty(shape)
+    if name.endswith("linear_attn.norm.weight"):
+        return values.fill_(1.0)
+    if name.endswith("norm.weight"):
+        return values.zero_()
+    if name.endswith("A_log"):  # decay rates
+        return values.uniform_(1.0, 16.0, generator=generator).log_()
+    if name.endswith("dt_bias"):
+        # Inverse softplus of steps between 0.001 and 0.1: memories of one to a thousand tokens.
+        step = values.uniform_(math.log(1e-3), math.log(1e-1), generator=generator).exp_()
+        return step + torch.log(-torch.expm1(-step))
+    if name.endswith("conv1d.weight"):  # few inputs: a small deviation would silence the layer
+        bound = shape[-1] ** -0.5
+        return values.uniform_(-bound, bound, generator=generator)
+    return values.normal_(0.0, std, generator=generator)
+
+
+def rotary_tables(config: ModelConfig, position_ids: Tensor, *, dtype: torch.dtype) -> Rotary:
+    """Cosine and sine [T, R] of each token's place in its own document."""
+    num_dims, theta = rotary(config)
+    exponent = torch.arange(0, num_dims, 2, dtype=torch.float32, device=position_ids.device) / num_dims
+    frequency = 1.0 / (theta**exponent)
+    angle_TR = (position_ids.float().unsqueeze(-1) * frequency).repeat(1, 2)
+    return angle_TR.cos().to(dtype), angle_TR.sin().to(dtype)
+
+
+def rotate(x_THK: Tensor, tables: Rotary) -> Tensor:
+    """Turn the first R dims of every head by the token's angles; pairs are half a rotary width apart."""
+    cos_TR, sin_TR = (table.unsqueeze(1) for table in tables)
+    turned, rest = torch.split(x_THK, [cos_TR.shape[-1], x_THK.shape[-1] - cos_TR.shape[-1]], dim=-1)
+    first, second = turned.chunk(2, dim=-1)
+    turned = turned * cos_TR + torch.cat([-second, first], dim=-1) * sin_TR
+    return torch.cat([turned.to(rest.dtype), rest], dim=-1)
+
+
+def single_document(ids: list[int], *, device: torch.device) -> Batch:
+    """A batch of one document without targets: for generation."""
+    num_tokens = len(ids)
+    boundaries = torch.tensor([0, num_tokens], dtype=torch.int32)
+    return Batch(
+        input_ids=torch.tensor(ids),
+        position_ids=torch.arange(num_tokens),
+        labels=torch.full((num_tokens,), IGNORE_INDEX),
+        cu_seqlens=boundaries,
+        cu_seqlens_cpu=boundaries.clone(),
+        seq_idx=torch.zeros(num_tokens, dtype=torch.int32),
+        max_seqlen=num_tokens,
+        num_targets=0,
+        num_tokens=num_tokens,
+        sum_squared_lengths=num_tokens**2,
+    ).to(device)
+
+
+@torch.no_grad()
+def generate_greedy(model: Qwen3_5ForCausalLM, ids: list[int], *, max_new_tokens: int, eos_ids: list[int]) -> list[int]:
+    """The likeliest continuation of `ids`, without them; ends with the first of `eos_ids`.
+
+    Computes the whole text again for every token: for a sentence, not for serving.
+    """
+    if not ids:
+        raise ValueError("there is nothing to continue: pass at least one token id")
+    written: list[int] = []
+    while len(written) < max_new_tokens and not set(written[-1:]) & set(eos_ids):
+        batch = single_document([*ids, *written], device=model.lm_head.weight.device)
+        last = model.lm_head(model.hidden(batch)[-1])
+        written.append(int(last.argmax()))
+    return written

@@ -1,0 +1,203 @@
+"""The folder of a run: its name, and ``config.json``, which says what was run on what with what.
+
+    RUN/config.json     every setting, dataset, model, versions, commit, machine, kernels, memory
+    RUN/metrics.jsonl   see trainer.metrics
+    RUN/checkpoints/    see trainer.checkpoint
+    RUN/export/         a Hugging Face folder
+
+Guarantees: a folder that holds something is never written into unless the run is resumed; a run is resumed with its
+own settings, dataset and model alone, but for those that only extend it or say where things are.
+"""
+
+import dataclasses
+import datetime
+import json
+import os
+import platform
+import re
+import shlex
+import subprocess
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy
+import pyarrow
+import torch
+import transformers
+
+from pipeline import __version__
+from pipeline.shards import Manifest
+from trainer import checkpoint
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+RECORD_VERSION = 1
+"""Version of the fields of ``config.json``."""
+
+CONFIG = "config.json"
+
+FREE_SETTINGS = (
+    "shards", "eval_shards", "micro_rows", "steps", "epochs", "eval_every", "save_every", "keep", "out", "resume",
+    "accept_slow_kernels",
+)  # fmt: skip
+"""Settings that may differ when a run is resumed: the dataset is known by its identity, not its path; the number of
+rows at a time on one rank, as the number of ranks, does not enter the order; the others extend or watch the run."""
+
+
+def default_folder(*, model: str, dataset_id: str, today: datetime.date) -> Path:
+    """``runs/<date>-<model>-<first 8 digits of the dataset's identity>``."""
+    name = model.removesuffix(".json").rstrip("/")
+    name = name.replace(":", "-").rsplit("/", 1)[-1] if "/" in name else name.replace(":", "-")
+    return Path("runs") / f"{today.isoformat()}-{re.sub(r'[^A-Za-z0-9._-]+', '-', name)}-{dataset_id[:8]}"
+
+
+def require_folder(out: Path, *, resume: bool) -> None:
+    """Check that a run may begin, or go on, in ``out``.
+
+    Raises:
+        ValueError: a new run in a folder that holds something, or resuming where no run is.
+    """
+    if resume and not (out / CONFIG).is_file():
+        raise ValueError(f"--resume: {out / CONFIG} does not exist, so no run began there. Pass its folder as --out.")
+    if not resume and out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ValueError(
+            f"--out {out} exists and is not empty. Add --resume to go on with the run in it, or choose another --out."
+        )
+
+
+def describe(
+    *,
+    settings: dict[str, Any],
+    manifest: Manifest,
+    eval_manifest: Manifest | None,
+    model_config: dict[str, Any],
+    device: torch.device,
+    world_size: int,
+    kernels: list[dict[str, Any]],
+    memory: dict[str, int],
+) -> dict[str, Any]:
+    """The content of ``config.json``; ``settings`` as JSON values, all of them resolved."""
+    return {
+        "version": RECORD_VERSION,
+        "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "settings": settings,
+        "dataset_id": manifest.dataset_id,
+        "fingerprint": manifest.fingerprint,
+        "eval_dataset_id": eval_manifest.dataset_id if eval_manifest else None,
+        "eval_fingerprint": eval_manifest.fingerprint if eval_manifest else None,
+        "model": model_config,
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "numpy": numpy.__version__,
+            "pyarrow": pyarrow.__version__,
+            "qwen-packed-finetune": __version__,
+        },
+        "commit": _commit(),
+        "machine": {
+            "platform": platform.platform(),
+            "cpus": os.cpu_count(),
+            "threads": torch.get_num_threads(),
+            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
+            "ranks": world_size,
+        },
+        "kernels": kernels,
+        "memory_estimate_bytes": memory,
+    }
+
+
+def write(out: Path, record: dict[str, Any]) -> None:
+    """Write ``config.json``, whole or not at all; earlier starts of the same run are kept under ``earlier``."""
+    path = out / CONFIG
+    earlier: list[dict[str, Any]] = []
+    if path.exists():
+        former = read(out)
+        earlier = [*former.pop("earlier", []), former]
+    out.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{CONFIG}.tmp")
+    temporary.write_text(json.dumps(record | {"earlier": earlier}, indent=2) + "\n", encoding="utf-8")
+    temporary.replace(path)
+
+
+def read(out: Path) -> dict[str, Any]:
+    """Read ``config.json``. Raises ValueError where it is damaged or of another version."""
+    path = out / CONFIG
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        version = record["version"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} cannot be read ({type(error).__name__}). Begin a new run in another --out.") from None
+    if version != RECORD_VERSION:
+        raise ValueError(f"{path} has version {version!r}; this program reads {RECORD_VERSION}. Begin a new run.")
+    return dict(record)
+
+
+def require_same_run(former: dict[str, Any], record: dict[str, Any]) -> None:
+    """Check that ``record`` continues the run of ``former``.
+
+    Raises:
+        ValueError: naming each field that differs.
+    """
+    before, now = (_what_decides(json.loads(json.dumps(r))) for r in (former, record))
+    if lines := [
+        f"{name}: {before.get(name)!r} -> {now.get(name)!r}"
+        for name in sorted(before.keys() | now.keys())
+        if before.get(name) != now.get(name)
+    ]:
+        raise ValueError(
+            "--resume: the run in this folder was begun with other values (then -> now):\n  "
+            + "\n  ".join(lines)
+            + "\nPass the same ones, or begin a new run in another --out."
+        )
+
+
+def _what_decides(record: dict[str, Any]) -> dict[str, Any]:
+    """Flat: the dataset's identity, settings by their flag, the model's configuration field by field."""
+    flags = {f"--{k.replace('_', '-')}": v for k, v in record["settings"].items() if k not in FREE_SETTINGS}
+    # Another version of transformers puts its own number there.
+    model = {f"model.{k}": v for k, v in record["model"].items() if k != "transformers_version"}
+    return {"dataset_id": record["dataset_id"], **flags, **model}
+
+
+def plain(settings: "DataclassInstance") -> dict[str, Any]:
+    """Settings as JSON values."""
+    found = dataclasses.asdict(settings)
+    return {name: str(value) if isinstance(value, Path) else value for name, value in found.items()}
+
+
+def command(settings: "DataclassInstance") -> str:
+    """The command line that gives these settings."""
+    words = ["python", "-m", "trainer.train"]
+    defaults = {field.name: field.default for field in dataclasses.fields(settings)}
+    for name, value in plain(settings).items():
+        if value != defaults[name]:
+            flag = "--" + name.replace("_", "-")
+            words += [flag] if value is True else [flag, str(value)]
+    return shlex.join(words)
+
+
+def how_to_resume(out: Path, settings: "DataclassInstance") -> str:
+    """Where an interrupted run can go on, and with which command; ``settings`` are those of resuming it."""
+    newest = checkpoint.latest(out)
+    saved = f"The newest checkpoint is {newest}" if newest else "There is no checkpoint yet"
+    return f"{saved}; go on with:\n  {command(settings)}"
+
+
+def _commit() -> str | None:
+    """The commit of this program's own repository, with ``-dirty`` where files differ from it; None without one."""
+    root = Path(__file__).resolve().parents[1]
+    if not (root / ".git").exists():
+        return None
+    try:
+        found = subprocess.run(
+            ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
+            capture_output=True,
+            text=True,
+            timeout=5,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return found.stdout.strip() or None

@@ -1,0 +1,227 @@
+"""One optimizer step: forward and backward over its micro-batches, then clip and update.
+
+    StepBatches ──▶ targets of the whole step ──▶ micro-steps: loss / targets, backward ──▶ reduce ──▶ clip ──▶ AdamW
+
+Guarantees: the loss is the sum over the target tokens of the whole step, over all ranks and micro-batches, divided
+by their number, so (1 x 8), (8 x 1) and (2 ranks x 4) rows have one gradient; a micro-batch, rank or step without
+a target is safe; a loss or gradient that is not finite stops the run before the weights are touched.
+Costs: one all-reduce of a count before, one of the gradients after; the device is waited for once a step.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from trainer.batches import Batch, StepBatches
+from trainer.world import all_sum, world_size
+
+Schedule = Literal["cosine", "linear", "constant"]
+Precision = Literal["fp32", "bf16"]
+
+BETAS = (0.9, 0.95)
+"""Decay of Adam's two moments, as is usual for language models."""
+
+EPSILON = 1e-8
+"""Added to the root of Adam's second moment."""
+
+
+class DivergedError(ValueError):
+    """A loss or gradient is not finite: going on would ruin the weights."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepResult:
+    """What one step did, the same on all ranks."""
+
+    step: int
+    """Number of the step, from 1."""
+    num_rows: int
+    """Rows of the whole step."""
+    num_targets: int
+    """Tokens that the loss was summed over, on all ranks; 0 means that nothing was updated."""
+    num_tokens: int
+    """Tokens of documents on all ranks, without padding."""
+    sum_squared_lengths: int
+    """Sum over the pieces, on all ranks, of their squared lengths."""
+    loss: float | None
+    """Mean loss of a target in nats; None without a target."""
+    lr: float
+    """Learning rate of this step."""
+    grad_norm: float | None
+    """Norm of the whole gradient before clipping; None without a target."""
+
+
+def learning_rate(step: int, *, peak: float, schedule: Schedule, warmup_steps: int, total_steps: int) -> float:
+    """Learning rate of step ``step``, counted from 1.
+
+    It rises linearly to ``peak`` at step ``warmup_steps``, then stays (constant) or falls along a line or half a
+    cosine towards 0, which it would reach one step after the last.
+
+    Worked example, linear, 2 of 6 steps warm-up, peak 1: 0.5 1 0.8 0.6 0.4 0.2.
+    """
+    if step <= warmup_steps:
+        return peak * step / warmup_steps
+    if schedule == "constant":
+        return peak
+    after = min(1.0, (step - max(1, warmup_steps)) / max(1, total_steps - max(1, warmup_steps) + 1))
+    return peak * (1 - after if schedule == "linear" else (1 + math.cos(math.pi * after)) / 2)
+
+
+def make_optimizer(model: nn.Module, *, lr: float, weight_decay: float) -> torch.optim.AdamW:
+    """AdamW in two groups: matrices decay; norms, biases, A_log, dt_bias, all of one dimension, do not."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    groups: list[dict[str, Any]] = [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW([g for g in groups if g["params"]], lr=lr, betas=BETAS, eps=EPSILON)
+
+
+def train_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batches: StepBatches,
+    *,
+    step: int,
+    lr: float,
+    clip: float,
+    device: torch.device,
+    precision: Precision,
+) -> StepResult:
+    """Do one step.
+
+    Args:
+        model: returns the sum of the losses of a Batch's targets, an fp32 scalar.
+        optimizer: over the model's parameters, whose gradients are None or 0.
+        batches: this rank's part of the step.
+        step: its number, from 1.
+        lr: learning rate.
+        clip: largest norm of the gradient; 0 leaves it as it is.
+        device: where the model is.
+        precision: bf16 computes in bfloat16 where that is safe; weights and their update are fp32 always.
+
+    Raises:
+        DivergedError: the loss or the gradient is not finite; nothing was updated.
+    """
+    micro = batches.micro
+    num_targets, num_tokens, squared = all_sum(
+        [sum(getattr(b, name) for b in micro) for name in ("num_targets", "num_tokens", "sum_squared_lengths")],
+        device=device,
+    )
+    counts: dict[str, Any] = {
+        "step": step,
+        "num_rows": len(batches.rows),
+        "num_targets": num_targets,
+        "num_tokens": num_tokens,
+        "sum_squared_lengths": squared,
+        "lr": lr,
+    }
+    if num_targets == 0:
+        return StepResult(**counts, loss=None, grad_norm=None)
+
+    loss = compute_gradients(model, micro, num_targets=num_targets, device=device, precision=precision)
+    grad_norm = _clip(model, clip)
+    loss_value, norm_value = torch.stack([loss.float(), grad_norm.float()]).tolist()  # the one wait for the device
+    if not (math.isfinite(loss_value) and math.isfinite(norm_value)):
+        optimizer.zero_grad(set_to_none=True)
+        raise _diverged(step, batches, loss_value, norm_value)
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return StepResult(**counts, loss=loss_value, grad_norm=norm_value)
+
+
+def compute_gradients(
+    model: nn.Module, micro: Iterable[Batch], *, num_targets: int, device: torch.device, precision: Precision
+) -> Tensor:
+    """Leave in ``grad`` the gradient of the whole step, the same on all ranks.
+
+    Args:
+        model: as in ``train_step``.
+        micro: this rank's micro-batches.
+        num_targets: of the whole step, more than 0.
+        device: where the model is.
+        precision: as in ``train_step``.
+
+    Returns:
+        The loss of the whole step, a detached scalar.
+    """
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for batch in micro:  # one without targets runs too: with sharded weights the other ranks wait for it
+        with compute_in(precision, device):
+            loss = model(batch.to(device, non_blocking=True)) / num_targets
+        loss.backward()
+        total += loss.detach()
+    if world_size() > 1:
+        _reduce_gradients(model)
+        dist.all_reduce(total)
+    return total
+
+
+@torch.no_grad()
+def evaluate(
+    model: nn.Module, source: Iterable[StepBatches], *, device: torch.device, precision: Precision
+) -> float | None:
+    """Mean loss of a target over everything that ``source`` yields on all ranks; None if it has no target."""
+    was_training = model.training
+    model.eval()
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    num_targets = 0
+    for batches in source:
+        for batch in batches.micro:
+            with compute_in(precision, device):
+                total += model(batch.to(device, non_blocking=True))
+            num_targets += batch.num_targets
+    model.train(was_training)
+    if world_size() > 1:
+        dist.all_reduce(total)
+    (num_targets,) = all_sum([num_targets], device=device)
+    return float(total) / num_targets if num_targets else None
+
+
+def compute_in(precision: Precision, device: torch.device) -> torch.autocast:
+    """Context in which a forward pass runs: matrix products in bfloat16, or everything as it is."""
+    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bf16")
+
+
+def _reduce_gradients(model: nn.Module) -> None:
+    """Sum every gradient over the ranks. Sharded weights will do this in their own backward pass."""
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            dist.all_reduce(parameter.grad)
+
+
+def _clip(model: nn.Module, clip: float) -> Tensor:
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    norm = nn.utils.get_total_norm(gradients)
+    if clip > 0:
+        nn.utils.clip_grads_with_norm_(model.parameters(), clip, norm)
+    return norm
+
+
+def _diverged(step: int, batches: StepBatches, loss: float, grad_norm: float) -> DivergedError:
+    documents = [batches.doc_ids]
+    if world_size() > 1:  # all ranks are here: loss and gradient are sums over all of them
+        gathered: list[Any] = [None] * world_size()
+        dist.all_gather_object(gathered, batches.doc_ids)
+        documents = gathered
+    ids = sorted({doc for part in documents for doc in part})
+    return DivergedError(
+        f"step {step}: loss {loss}, gradient norm {grad_norm}: not finite. The weights were not updated.\n"
+        f"  rows of the step: {_some(list(batches.rows))}\n  documents in them: {_some(ids)}\n"
+        "Look at a row with: python -m pipeline.verify DATASET --show ROW. If the rows are fine, "
+        "lower --lr, lengthen --warmup-steps, or lower --clip, and --resume from the last checkpoint."
+    )
+
+
+def _some(ids: list[int], most: int = 64) -> str:
+    shown = " ".join(map(str, ids[:most]))
+    return shown if len(ids) <= most else f"{shown} ... ({len(ids)} in all)"

@@ -1,0 +1,70 @@
+"""The processes that train together, as torchrun starts them; one alone needs nothing of it.
+
+Guarantees: after an error in one process the others end too (torchrun sees its exit code).
+"""
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class World:
+    """This process among those that train together."""
+
+    rank: int
+    """Its number."""
+    size: int
+    """How many there are."""
+    local_size: int
+    """How many there are on this machine."""
+    device: torch.device
+    """Where it computes."""
+
+
+@contextlib.contextmanager
+def join_world() -> Iterator[World]:
+    """Join the processes that torchrun started, or be alone."""
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    rank = int(os.environ.get("RANK", "0"))
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+    if size > 1:
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    yield World(rank=rank, size=size, local_size=local_size, device=device)
+    if size > 1:  # after an error the others may be waiting in a call: ending the process is what frees them
+        dist.destroy_process_group()
+
+
+def world_size() -> int:
+    """Number of processes that train together."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def all_sum(values: list[int], *, device: torch.device) -> list[int]:
+    """Sum each value over all ranks."""
+    if world_size() == 1:
+        return values
+    tensor = torch.tensor(values, dtype=torch.int64, device=device)
+    dist.all_reduce(tensor)
+    return [int(value) for value in tensor.tolist()]
+
+
+def barrier() -> None:
+    """Wait for all ranks."""
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def say(world: World, text: str) -> None:
+    """Print on rank 0."""
+    if world.rank == 0:
+        print(text, file=sys.stderr, flush=True)

@@ -22,7 +22,7 @@ def random_rows(
     rows: list[list[Piece]] = []
     doc_id = 0
     for _ in range(num_rows):
-        room = max_tokens - (int(rng.integers(0, max_tokens // 4)) if padding else 0)
+        room = max_tokens - (int(rng.integers(0, max(1, max_tokens // 4))) if padding else 0)
         row: list[Piece] = []
         while room >= 2:
             length = min(room, int(rng.integers(2, max(3, max_tokens // 2))))

@@ -1,0 +1,97 @@
+"""What the demo shows at its end: the loss against guessing, and a sentence that the export completes.
+
+    python -m trainer.demo runs/demo --shards data/packed-sample --eval-shards data/packed-sample-eval
+
+The export is loaded by transformers, as any other program would load it.
+"""
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import tyro
+
+from pipeline.shards import PackedDataset
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    """Compare a finished run with guessing by token frequency, and let its export complete a sentence."""
+
+    run: Annotated[Path, tyro.conf.Positional]
+    """Folder of a finished run."""
+    shards: Path
+    """The dataset it was trained on."""
+    eval_shards: Path
+    """The held-out dataset."""
+    question: str = "Which planet is the largest one?"
+    """What the user says."""
+    sentence: str = "The largest"
+    """How the assistant's answer begins."""
+    max_new_tokens: int = 32
+    """Longest completion."""
+
+
+def guessing_loss(train: PackedDataset, held_out: PackedDataset) -> float:
+    """Mean loss, in nats, of guessing every held-out target by how often each token is a target in training.
+
+    Every token of the vocabulary is counted once more than it occurs, so that none has probability 0.
+    """
+    size = train.manifest.recipe["tokenizer"]["vocab_size"]
+    counts = _target_counts(train, size) + 1
+    losses = -np.log(counts / counts.sum())
+    held = _target_counts(held_out, size)
+    return float((losses * held).sum() / held.sum())
+
+
+def _target_counts(dataset: PackedDataset, size: int) -> npt.NDArray[np.int64]:
+    counts = np.zeros(size, np.int64)
+    for row in dataset:
+        counts += np.bincount(row.input_ids[row.loss_mask], minlength=size)
+    return counts
+
+
+def final_loss(run: Path) -> float:
+    """The last evaluation loss of a run."""
+    lines = (json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines())
+    return float([line["eval_loss"] for line in lines if "eval_loss" in line][-1])
+
+
+def complete(export: Path, question: str, sentence: str, *, max_new_tokens: int) -> str:
+    """Let an exported folder complete an answer, greedily, through transformers alone."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(export)
+    model = AutoModelForCausalLM.from_pretrained(export)
+    chat = [{"role": "user", "content": question}]
+    prompt = str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True, enable_thinking=False))
+    ids = tokenizer(prompt + sentence, return_tensors="pt", add_special_tokens=False)
+    with torch.inference_mode():
+        out = model.generate(**ids, max_new_tokens=max_new_tokens, do_sample=False)
+    return str(tokenizer.decode(out[0, ids["input_ids"].shape[1] :], skip_special_tokens=True))
+
+
+def main() -> int:
+    """The command line. Returns the exit status: 0, or 1 if the model is no better than guessing."""
+    settings = tyro.cli(Settings, prog="python -m trainer.demo")
+    guess = guessing_loss(PackedDataset.open(settings.shards), PackedDataset.open(settings.eval_shards))
+    loss = final_loss(settings.run)
+    export = settings.run / "export"
+    completion = complete(export, settings.question, settings.sentence, max_new_tokens=settings.max_new_tokens)
+    print(f"\nheld-out loss   {loss:.3f} nats a target; guessing by token frequency {guess:.3f}")
+    print(f"the user asks   {settings.question}")
+    print(f"the model says  {settings.sentence}\033[1m{completion}\033[0m" if sys.stdout.isatty() else
+          f"the model says  {settings.sentence}[{completion}]")  # fmt: skip
+    print(f"dataset         {settings.shards}  (python -m pipeline.verify {settings.shards} --show 0)")
+    print(f"run             {settings.run}/metrics.jsonl, {settings.run}/config.json, {settings.run}/checkpoints")
+    print(f"export          {export}  (transformers loads it)")
+    return 0 if loss < guess else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

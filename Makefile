@@ -23,7 +23,7 @@ demo: .venv/installed
 		--out data/packed-sample-eval
 	$(BIN)/python -m pipeline.verify data/packed-sample --semantic
 	$(BIN)/python -m trainer.train --shards data/packed-sample --eval-shards data/packed-sample-eval \
-		--rows-per-step 1 --steps 320 --lr 4e-3 --warmup-steps 20 --out $(DEMO)
+		--rows-per-step 1 --steps 320 --lr 2e-3 --warmup-steps 20 --out $(DEMO)
 	$(BIN)/python -m trainer.demo $(DEMO) --shards data/packed-sample --eval-shards data/packed-sample-eval
 
 test: .venv/installed

@@ -39,6 +39,7 @@ UInt64 = npt.NDArray[np.uint64]
 Bool = npt.NDArray[np.bool_]
 
 MAX_CANDIDATES = 160  # pieces that the subset sum of one row looks at: 160 shifts of a T-bit integer, some 0.1 ms
+MAX_SUM_BITS = 2**26  # T times the number of rows that get a subset sum: about 2 s where lengths fit badly
 REPEAT_SHARE = 8  # a pattern is repeated for at most 1/8 of its scarcest length, so that lengths stay varied
 
 # ---------------------------------------------------------------------------------------------- values
@@ -113,15 +114,7 @@ def plan_packing(documents: Documents, *, max_tokens: int, overflow: Overflow, s
     Raises:
         ValueError: a setting is out of range, or a document is longer than a row and overflow is "error".
     """
-    if max_tokens < 2:
-        raise ValueError(f"--max-tokens is {max_tokens}: a row needs a token and a target after it; use at least 2")
-    if overflow not in get_args(Overflow):
-        raise ValueError(f"--overflow is {overflow!r}: use one of {', '.join(get_args(Overflow))}")
-    if not 0 <= seed < 2**63:
-        raise ValueError(f"--seed is {seed}: use a number from 0 to 2**63 - 1")
-    num_docs = len(documents.lengths)
-    assert len(documents.turn_offsets) == num_docs + 1
-    assert num_docs == 0 or int(np.diff(documents.turn_offsets).min()) > 0
+    _check(documents, max_tokens=max_tokens, overflow=overflow, seed=seed)
     pieces, rounds_cut, reasons, long = cut(documents, max_tokens=max_tokens, overflow=overflow)
     order, row_offsets = pack(pieces[:, STOP] - pieces[:, START], max_tokens=max_tokens, seed=seed)
     docs, starts, stops, numbers, targets = pieces[order].T
@@ -143,6 +136,19 @@ def plan_packing(documents: Documents, *, max_tokens: int, overflow: Overflow, s
         tokens_rejected=tokens_rejected,
         rounds_cut=rounds_cut,
     )
+
+
+def _check(documents: Documents, *, max_tokens: int, overflow: Overflow, seed: int) -> None:
+    """Refuse settings out of range."""
+    if max_tokens < 2:
+        raise ValueError(f"--max-tokens is {max_tokens}: a row needs a token and a target after it; use at least 2")
+    if overflow not in get_args(Overflow):
+        raise ValueError(f"--overflow is {overflow!r}: use one of {', '.join(get_args(Overflow))}")
+    if not 0 <= seed < 2**63:
+        raise ValueError(f"--seed is {seed}: use a number from 0 to 2**63 - 1")
+    num_docs = len(documents.lengths)
+    assert len(documents.turn_offsets) == num_docs + 1
+    assert num_docs == 0 or int(np.diff(documents.turn_offsets).min()) > 0
 
 
 # ---------------------------------------------------------------------------------------------- cutting
@@ -340,6 +346,17 @@ class _Pool:
             short = (pairs & ((1 << short) - 1)).bit_length() - 1
         return [short, space - short] if short > 0 else []
 
+    def descending(self, space: int) -> list[int]:
+        """The longest length that fits, again and again."""
+        chosen: list[int] = []
+        length = self.longest_up_to(space)
+        while length > 0:
+            copies = min(self.counts[length], space // length)
+            chosen += [length] * copies
+            space -= length * copies
+            length = self.longest_up_to(min(space, length - 1))
+        return chosen
+
     def fullest(self, space: int) -> list[int]:
         """Lengths whose sum is the largest possible in ``space``, over candidates of every size that fits."""
         fitting = (self.left & ((2 << space) - 1)).to_bytes(space // 8 + 1, "little")
@@ -376,6 +393,7 @@ def _exact_fit(counts: Int64, draws: Iterator[int], *, max_tokens: int) -> list[
     pool = _Pool(counts)
     # Two average pieces complete a row: there the lengths, and so the exact pairs, are densest.
     reach = 2 * int(np.arange(len(counts)) @ counts) // max(1, pool.num_pieces)
+    sums_left = MAX_SUM_BITS // max_tokens
     patterns = []
     while pool.num_pieces:
         row = [pool.left.bit_length() - 1]
@@ -387,14 +405,15 @@ def _exact_fit(counts: Int64, draws: Iterator[int], *, max_tokens: int) -> list[
                 row.append(length)
                 space -= length
         rest = pool.exact(space)
+        for length in row[1:]:
+            pool.take(length, -1)
         if space and not rest:
-            for length in row[1:]:
-                pool.take(length, -1)
-            row, rest = row[:1], pool.fullest(max_tokens - row[0])
-        for length in rest:
-            pool.take(length)
+            choose = pool.fullest if sums_left > 0 else pool.descending
+            row, rest = row[:1], choose(max_tokens - row[0])
+            sums_left -= 1
+        pool.take(row[0], -1)
         row += rest
-        patterns.append((row, 1 + _repeat(pool, row, share=REPEAT_SHARE)))
+        patterns.append((row, _repeat(pool, row, share=REPEAT_SHARE)))
     return patterns
 
 
@@ -403,23 +422,17 @@ def _first_fit_decreasing(counts: Int64, *, max_tokens: int) -> list[Pattern]:
     pool = _Pool(counts)
     patterns = []
     while pool.num_pieces:
-        row: list[int] = []
-        space = max_tokens
-        while (length := pool.longest_up_to(space)) > 0:
-            pool.take(length)
-            row.append(length)
-            space -= length
-        patterns.append((row, 1 + _repeat(pool, row, share=1)))
+        row = pool.descending(max_tokens)
+        patterns.append((row, _repeat(pool, row, share=1)))
     return patterns
 
 
 def _repeat(pool: _Pool, row: list[int], *, share: int) -> int:
-    """Take the lengths of ``row`` again, as often as 1 / share of the scarcest lasts; return how often."""
+    """Take the lengths of ``row``, once or for 1 / share of the scarcest of them; return how often."""
     times = {length: row.count(length) for length in row}
-    repeats = min(pool.counts[length] // num for length, num in times.items()) // share
-    if repeats:
-        for length, num in times.items():
-            pool.take(length, num * repeats)
+    repeats = max(1, min(pool.counts[length] // num for length, num in times.items()) // share)
+    for length, num in times.items():
+        pool.take(length, num * repeats)
     return repeats
 
 
@@ -436,13 +449,13 @@ def lower_bound(lengths: Int64, *, max_tokens: int) -> int:
     number = np.append(0, np.cumsum(counts))  # number[n], tokens[n]: of the pieces shorter than n
     tokens = np.append(0, np.cumsum(counts * np.arange(max_tokens + 1)))
     half = max_tokens // 2 + 1
-    a = np.arange(1, half) if half > 1 else np.arange(1)
+    a = np.arange(1, half)
     alone = number[-1] - number[max_tokens - a + 1]
     own = number[max_tokens - a + 1] - number[half]
     over = tokens[max_tokens - a + 1] - tokens[a] - own * max_tokens
     num_others = number[max_tokens - a + 1] - number[a]
     l2 = alone + own + np.maximum(0, -(-over // max_tokens))
-    return int(max(l2.max(), (alone - (-num_others // (max_tokens // np.maximum(a, 1)))).max()))
+    return int(max(l2.max(), (alone - (-num_others // (max_tokens // a))).max()))
 
 
 def pack(lengths: Int64, *, max_tokens: int, seed: int) -> tuple[Int64, Int64]:

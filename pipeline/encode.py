@@ -18,8 +18,9 @@ import pyarrow as pa
 
 from pipeline.manifest import fingerprint
 from pipeline.render import END, START, MismatchError, Renderer, Rendering
+from pipeline.rows import Block
 from pipeline.shards import Bool, Int32, Int64, hash_file, publish
-from pipeline.source import Block, Conversation, Reject, read_block
+from pipeline.source import Conversation, Reject, read_block
 from pipeline.tokenizer import TokenizerFiles
 
 ENCODE_VERSION = 1
@@ -128,20 +129,24 @@ class Encoder:
     # ------------------------------------------------------------------------------------------ details
 
     def _tokenize(self, renderings: list[Rendering], escaped: list[list[str]]) -> tuple[Int32, Int64]:
-        """Flat ids of all renderings, and [n + 1] offsets."""
-        if self._engine is not None and not any(r.base for r in renderings):
-            flat, ends = self._engine.encode_batch_flat([r.text for r in renderings])
-            return np.frombuffer(flat, np.int32), np.frombuffer(ends, np.int64)
-        parts: list[Int32] = []
-        for rendering, found in zip(renderings, escaped, strict=True):
-            if found or self._engine is None:
-                ids = np.array(self.tokenize_by_reference(rendering), np.int32)
-            else:
-                text = "".join(part for part, _ in self.renderer.segments(rendering))
-                ids = np.frombuffer(self._engine.encode_batch_flat([text])[0], np.int32)
-            parts.append(ids)
-        offsets = np.cumsum([0, *map(len, parts)])
-        return (np.concatenate(parts) if parts else np.zeros(0, np.int32)), offsets
+        """Flat ids of all renderings, and [n + 1] offsets; the engine serves those without control strings as text."""
+        if self._engine is None:
+            parts = [np.array(self.tokenize_by_reference(r), np.int32) for r in renderings]
+            return _joined(parts)
+        texts = [
+            "" if found else "".join(part for part, _ in self.renderer.segments(r)) if r.base else r.text
+            for r, found in zip(renderings, escaped, strict=True)
+        ]
+        buffer, ends = self._engine.encode_batch_flat(texts)
+        flat, offsets = np.frombuffer(buffer, np.int32), np.frombuffer(ends, np.int64)
+        if not any(escaped):
+            return flat, offsets
+        return _joined(
+            [
+                np.array(self.tokenize_by_reference(r), np.int32) if found else flat[offsets[i] : offsets[i + 1]]
+                for i, (r, found) in enumerate(zip(renderings, escaped, strict=True))
+            ]
+        )
 
     def _encode_plain(self, text: str) -> list[int]:
         """Ids of text in which no added token is recognised."""
@@ -149,7 +154,7 @@ class Encoder:
             from tokenizers import Tokenizer
 
             body = json.loads(self._files.json) | {"added_tokens": [], "post_processor": None}
-            self._plain = Tokenizer.from_str(json.dumps(body))
+            self._plain = Tokenizer.from_str(json.dumps(body | {"truncation": None, "padding": None}))
         return list(self._plain.encode(text, add_special_tokens=False).ids)
 
     def _check(self, done: list[tuple[int, Rendering]], escaped: list[list[str]], ids: Int32, offsets: Int64) -> None:
@@ -167,42 +172,27 @@ class Encoder:
         start token at 0 ends at byte 12, its targets begin 10 bytes later (``assistant\\n``) at byte 22, which is where
         token 3 begins, and end with token 4; the turn ends behind token 5.
         """
-        ends_b = np.cumsum(self._token_bytes[ids], dtype=np.int64)
-        starts_b = ends_b - self._token_bytes[ids]
+        num_bytes = self._token_bytes[ids]
+        ends_b = np.cumsum(num_bytes, dtype=np.int64)
         turn_starts, turn_stops = np.flatnonzero(ids == self._start), np.flatnonzero(ids == self._end)
-        doc_of_turn = np.repeat(np.arange(len(done)), [len(r.roles) for _, r in done])
+        doc_of_turn = np.repeat(np.arange(len(done)), np.array([len(r.roles) for _, r in done], np.int64))
         in_place = len(turn_starts) == len(turn_stops) == len(doc_of_turn) and bool(
             (np.searchsorted(offsets, turn_starts, side="right") - 1 == doc_of_turn).all()
         )
         assert in_place, "the turns of the renderings are not those of the ids"
-        roles = np.array([role for _, r in done for role in r.roles], np.uint8)
         skips = np.array([skip for _, r in done for skip in r.skips], np.int64)
-        first = np.searchsorted(starts_b, ends_b[turn_starts] + skips)
-        turn_ends = np.append(turn_starts[1:], len(ids))
+        first = np.searchsorted(ends_b - num_bytes, ends_b[turn_starts] + skips)
+        turn_ends = np.append(turn_starts, len(ids))[1:]
         first, num = self._choose(first, turn_starts, turn_stops, turn_ends, skips, doc_of_turn)
-        mask = np.zeros(len(ids) + 1, np.int8)
-        np.add.at(mask, first[num > 0], 1)
-        np.add.at(mask, (first + num)[num > 0], -1)
-        loss_mask = np.cumsum(mask[:-1], dtype=np.int8).astype(np.bool_)
+        mask = _runs(first[num > 0], num[num > 0], len(ids))
         turn_offsets = np.searchsorted(doc_of_turn, np.arange(len(done) + 1))
         out: list[Document | Reject] = []
-        for i, (doc_id, _) in enumerate(done):
+        for i, (doc_id, rendering) in enumerate(done):
             tokens, turns = slice(offsets[i], offsets[i + 1]), slice(turn_offsets[i], turn_offsets[i + 1])
-            if not num[turns].any():
-                out.append(Reject(doc_id=doc_id, what="rejected", reason="no_target",
-                                  detail="no assistant turn", tokens=int(offsets[i + 1] - offsets[i])))  # fmt: skip
-            else:
-                out.append(
-                    Document(
-                        doc_id=doc_id,
-                        input_ids=ids[tokens],
-                        loss_mask=loss_mask[tokens],
-                        turn_ends=(turn_ends[turns] - offsets[i]).astype(np.int32),
-                        roles=roles[turns],
-                        turn_targets=num[turns].astype(np.int32),
-                        turn_first_target=np.where(num[turns] > 0, first[turns] - offsets[i], -1).astype(np.int32),
-                    )
-                )
+            out.append(
+                _document(doc_id, rendering, ids[tokens], mask[tokens],
+                          turn_ends=turn_ends[turns] - offsets[i], first=first[turns] - offsets[i], num=num[turns])
+            )  # fmt: skip
         return out
 
     def _choose(
@@ -219,6 +209,35 @@ class Encoder:
             np.maximum.at(last, doc_of_turn[wanted], np.flatnonzero(wanted))
             wanted &= last[doc_of_turn] == np.arange(len(doc_of_turn))
         return first, np.where(wanted, turn_stops + 1 - first, 0)
+
+
+def _document(
+    doc_id: int, rendering: Rendering, ids: Int32, mask: Bool, *, turn_ends: Int64, first: Int64, num: Int64
+) -> Document | Reject:
+    """One document from its slices, positions counted from its first token; a Reject if it has no target."""
+    if not num.any():
+        return Reject(doc_id=doc_id, what="rejected", reason="no_target", detail="no assistant turn", tokens=len(ids))
+    return Document(
+        doc_id=doc_id,
+        input_ids=ids,
+        loss_mask=mask,
+        turn_ends=turn_ends.astype(np.int32),
+        roles=np.array(rendering.roles, np.uint8),
+        turn_targets=num.astype(np.int32),
+        turn_first_target=np.where(num > 0, first, -1).astype(np.int32),
+    )
+
+
+def _joined(parts: list[Int32]) -> tuple[Int32, Int64]:
+    return np.concatenate([np.zeros(0, np.int32), *parts]), np.cumsum([0, *map(len, parts)])
+
+
+def _runs(first: Int64, num: Int64, length: int) -> Bool:
+    """[length] True in every run of ``num`` that begins at ``first``."""
+    steps = np.zeros(length + 1, np.int8)
+    np.add.at(steps, first, 1)
+    np.add.at(steps, first + num, -1)
+    return np.cumsum(steps[:-1], dtype=np.int8).astype(np.bool_)
 
 
 # ---------------------------------------------------------------------------------------------- blocks
@@ -256,9 +275,12 @@ def encode_fingerprint(recipe: dict[str, Any]) -> str:
     sources = [
         {
             **{key: source[key] for key in ("split", "messages_column", "tools_column")},
-            "files": [file["sha256"] or [source["id"], source["revision"], file["name"]] for file in source["files"]],
+            # Where the hub gives no digest of what was read, its commit identifies it.
+            "revision": None if digests and all(digests) else [source["id"], source["revision"]],
+            "files": [file["sha256"] or file["name"] for file in source["files"]],
         }
         for source in recipe["source"]
+        for digests in [[file["sha256"] for file in source["files"]]]
     ]
     tokenizer = {key: value for key, value in recipe["tokenizer"].items() if key != "model"}
     return fingerprint({"source": sources, "tokenizer": tokenizer, "encode": recipe["encode"]})

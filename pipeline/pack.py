@@ -11,12 +11,9 @@ killed goes on where it stopped; a finished dataset is recognised and left alone
 """
 
 import contextlib
-import fcntl
-import hashlib
 import json
 import os
 import platform
-import shutil
 import sys
 import time
 from collections.abc import Iterator
@@ -29,7 +26,7 @@ from typing import Any, Literal
 import tyro
 
 from pipeline import __version__
-from pipeline.assemble import EncodedSet, account, build_shard, open_encoded, reject_bytes, reject_lines, shard_jobs
+from pipeline.assemble import EncodedSet, account, open_encoded, reject_lines
 from pipeline.binpack import ALGORITHM, Overflow, PackPlan, plan_packing
 from pipeline.encode import (
     ENCODE_VERSION,
@@ -42,16 +39,9 @@ from pipeline.encode import (
 )
 from pipeline.manifest import MANIFEST, DatasetError, Manifest, differing_fields, fingerprint
 from pipeline.progress import Progress
+from pipeline.publish import Run, hold, need_disk
 from pipeline.render import MismatchError
-from pipeline.shards import (
-    ROWS_PER_BATCH,
-    PackedDataset,
-    hash_file,
-    publish,
-    rows_per_shard,
-    shard_name,
-    verify_hashes,
-)
+from pipeline.shards import ROWS_PER_BATCH, PackedDataset, publish, rows_per_shard
 from pipeline.source import Source, open_source
 from pipeline.tokenizer import TokenizerFiles, open_tokenizer
 from pipeline.workers import Workers
@@ -105,7 +95,7 @@ class Settings:
 
 def main() -> int:
     """The command line. Returns the exit status: 0 done, 2 an error that is explained, 130 interrupted."""
-    settings = tyro.cli(Settings, description=None)
+    settings = tyro.cli(Settings, prog="python -m pipeline.pack")
     try:
         pack(settings)
     except (ValueError, OSError) as error:
@@ -127,29 +117,39 @@ def pack(settings: Settings) -> Manifest:
     stages = _Stages()
     with stages.time("open"):
         source, tokenizer, recipe = resolve(settings)
-    if (finished := existing(settings.out, recipe)) is not None:
-        print(f"{settings.out}: finished, nothing to do (dataset_id {finished.dataset_id[:12]})")
-        return finished
-    with _lock(settings.out):
-        run = _Run(settings, recipe)
-        with Workers(settings.workers) as workers:
-            with stages.time("encode"):
-                encoded = _encode(settings, source, tokenizer, recipe, workers)
-            with stages.time("plan"):
-                pack_settings = recipe["pack"]
-                plan = plan_packing(
-                    encoded.documents,
-                    max_tokens=pack_settings["max_tokens"],
-                    overflow=pack_settings["overflow"],
-                    seed=pack_settings["seed"],
-                )
-                if not plan.num_rows:
-                    raise ValueError(_nothing_left(encoded, plan))
-            with stages.time("write"):
-                shards = run.write_shards(encoded, plan, workers)
-                others = run.write_others(encoded, plan, tokenizer)
-        with stages.time("check"):
-            manifest = run.finish(encoded, plan, shards, others, stages)
+    if (finished := existing(settings.out, recipe)) is None:
+        with hold(settings.out, wait=False, what=f"--out {settings.out}"):
+            finished = existing(settings.out, recipe)  # another run may just have finished it
+            if finished is None:
+                return _make(settings, source, tokenizer, recipe, stages)
+    print(f"{settings.out}: finished, nothing to do (dataset_id {finished.dataset_id[:12]})")
+    return finished
+
+
+def _make(
+    settings: Settings, source: Source, tokenizer: TokenizerFiles, recipe: dict[str, Any], stages: "_Stages"
+) -> Manifest:
+    run = Run(settings.out, settings.cache_dir, recipe)
+    rule = recipe["pack"]
+    with Workers(settings.workers) as workers:
+        with stages.time("encode"):
+            encoded = _encode(settings, source, tokenizer, recipe, workers)
+        with stages.time("plan"):
+            plan = plan_packing(
+                encoded.documents, max_tokens=rule["max_tokens"], overflow=rule["overflow"], seed=rule["seed"]
+            )
+            if not plan.num_rows:
+                raise ValueError(_nothing_left(encoded, plan))
+        with stages.time("write"):
+            shards = run.write_shards(encoded, plan, workers)
+            others = run.write_others(encoded, plan, tokenizer)
+    manifest = Manifest.build(
+        recipe=recipe,
+        created=_created(settings, stages),
+        files={"shards": [{k: v for k, v in s.items() if k != "max_token_id"} for s in shards], "others": others},
+        **account(encoded, plan, shards, max_tokens=rule["max_tokens"]),
+    )
+    run.finish(manifest)
     print(summary(manifest, tokenizer_notes=_notes(settings, tokenizer)))
     return manifest
 
@@ -234,13 +234,17 @@ def _encode(
 ) -> EncodedSet:
     """Encode what the cache lacks; by the references alone if a fast path proves different on this data."""
     folder = settings.cache_dir / encode_fingerprint(recipe)[:32]
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
-        return _encode_blocks(source, tokenizer, recipe, folder, workers, fast=True)
-    except MismatchError as error:
-        print(f"note: {error}; encoding again without fast paths, which takes longer", file=sys.stderr)
-        shutil.rmtree(folder)
-        folder.mkdir()
+    slow = folder / "references-only"  # a fast path was found to differ: never again for this data
+    with hold(folder, wait=True, what=f"--cache-dir {folder}"):
+        for leftover in folder.glob(".*.tmp"):  # of a run that was killed
+            leftover.unlink()
+        try:
+            return _encode_blocks(source, tokenizer, recipe, folder, workers, fast=not slow.exists())
+        except MismatchError as error:
+            print(f"note: {error}; encoding again without fast paths, which takes longer", file=sys.stderr)
+        publish(slow, b"")
+        for block in folder.glob("block-*"):
+            block.unlink()
         return _encode_blocks(source, tokenizer, recipe, folder, workers, fast=False)
 
 
@@ -257,7 +261,7 @@ def _encode_blocks(
     records = {i: record for i, block in enumerate(blocks) if (record := BlockRecord.read(folder, block_name(block)))}
     missing = [i for i in range(len(blocks)) if i not in records]
     if missing:
-        _need_disk(folder, sum(path.stat().st_size for path in source.paths) * len(missing) // len(blocks), "the cache")
+        need_disk(folder, sum(path.stat().st_size for path in source.paths) * len(missing) // len(blocks), "the cache")
         progress = Progress("encode", sum(blocks[i].num_rows for i in missing), "chats")
         make = (tokenizer, recipe["tokenizer"]["template_kwargs"], recipe["encode"]["targets"], fast)
         jobs = [(make, blocks[i], folder) for i in missing]
@@ -279,143 +283,6 @@ def _encode_job(make: tuple[TokenizerFiles, dict[str, Any], Targets, bool], bloc
         files, kwargs, targets, fast = make
         _encoder = (make, Encoder(files, template_kwargs=kwargs, targets=targets, fast=fast))
     return encode_block(_encoder[1], block, folder)
-
-
-# ----------------------------------------------------------------------------------------------- write
-
-
-class _Run:
-    """An unfinished dataset: its folder, and the completion records under the cache that make it resumable."""
-
-    def __init__(self, settings: Settings, recipe: dict[str, Any]) -> None:
-        self.settings, self.recipe, self.out = settings, recipe, settings.out
-        self.fingerprint = fingerprint(recipe)
-        name = hashlib.sha256(str(settings.out.resolve()).encode()).hexdigest()[:16]
-        self.records = settings.cache_dir / "runs" / name
-        self._claim()
-
-    def _claim(self) -> None:
-        """Make ``out`` this run's: go on with what it began, clear what another recipe left unfinished."""
-        recipe_file = self.records / "recipe.json"
-        found = sorted(p for p in self.out.rglob("*") if not p.is_dir())
-        ours = recipe_file.exists()
-        foreign = [p for p in found if not ours or not _may_be_ours(p.relative_to(self.out))]
-        if foreign:
-            raise DatasetError(
-                f"--out {self.out} is not empty and no unfinished run accounts for {foreign[0].name}: "
-                "choose another folder, or empty this one"
-            )
-        same = ours and recipe_file.read_text() == self.fingerprint
-        for path in found:
-            if not same or path.suffix == ".tmp":
-                path.unlink()
-        if ours and not same:
-            shutil.rmtree(self.records)
-        self.records.mkdir(parents=True, exist_ok=True)
-        publish(recipe_file, self.fingerprint.encode())
-
-    def write_shards(self, encoded: EncodedSet, plan: PackPlan, workers: Workers) -> list[dict[str, Any]]:
-        """Write every shard that is not there yet; return all entries."""
-        jobs = shard_jobs(encoded, plan, rows_per_shard=self.recipe["shards"]["rows_per_shard"])
-        done = {job.index: entry for job in jobs if (entry := self._recorded(job.index))}
-        missing = [job for job in jobs if job.index not in done]
-        bytes_per_row = -(-self.recipe["pack"]["max_tokens"] * 65 // 8)
-        rows = sum(len(job.row_offsets) - 1 for job in missing)
-        _need_disk(self.out, rows * bytes_per_row + 2**20, "the shards")
-        progress = Progress("write", rows, "rows")
-        results = workers.map(build_shard, [(job, self.out, self.recipe, self.fingerprint) for job in missing])
-        for job, entry in zip(missing, results, strict=True):
-            publish(self._record(job.index), json.dumps(entry).encode())
-            done[job.index] = entry
-            progress.add(entry["rows"])
-        progress.close()
-        return [done[job.index] for job in jobs]
-
-    def write_others(self, encoded: EncodedSet, plan: PackPlan, tokenizer: TokenizerFiles) -> list[dict[str, Any]]:
-        """Write rejects and tokenizer files; return their entries."""
-        folder = self.out / "tokenizer"
-        folder.mkdir(exist_ok=True)
-        entries = [publish(self.out / "rejects.jsonl", reject_bytes(reject_lines(encoded, plan)))]
-        for name, data in sorted(tokenizer.published().items()):
-            entries.append(publish(folder / name, data) | {"name": f"tokenizer/{name}"})
-        return entries
-
-    def finish(
-        self,
-        encoded: EncodedSet,
-        plan: PackPlan,
-        shards: list[dict[str, Any]],
-        others: list[dict[str, Any]],
-        stages: "_Stages",
-    ) -> Manifest:
-        """Read all hashes back, write the manifest, forget the run."""
-        content = account(encoded, plan, shards, max_tokens=self.recipe["pack"]["max_tokens"])
-        listed = [{k: v for k, v in shard.items() if k != "max_token_id"} for shard in shards]
-        manifest = Manifest.build(
-            recipe=self.recipe,
-            created=_created(self.settings, stages),
-            files={"shards": listed, "others": others},
-            **content,
-        )
-        verify_hashes(PackedDataset(self.out, manifest))
-        publish(self.out / MANIFEST, manifest.to_bytes())
-        self._note_drift(manifest)
-        shutil.rmtree(self.records)
-        return manifest
-
-    def _record(self, index: int) -> Path:
-        return self.records / f"{shard_name(index)}.json"
-
-    def _recorded(self, index: int) -> dict[str, Any] | None:
-        """The entry of a shard that an earlier, interrupted run completed, if the file still is what it was."""
-        try:
-            entry: dict[str, Any] = json.loads(self._record(index).read_bytes())
-            return entry if hash_file(self.out / entry["name"]) == entry["xxh3_128"] else None
-        except (OSError, ValueError, KeyError):
-            return None
-
-    def _note_drift(self, manifest: Manifest) -> None:
-        """Say so if the same recipe came out differently before, under other versions."""
-        memo = self.settings.cache_dir / "made" / manifest.fingerprint[:32]
-        now = {"dataset_id": manifest.dataset_id, "versions": manifest.created["versions"]}
-        with contextlib.suppress(OSError, ValueError):
-            before = json.loads(memo.read_bytes())
-            if before.get("dataset_id") != manifest.dataset_id:
-                changed = ", ".join(differing_fields(before.get("versions"), now["versions"])) or "no version differs"
-                print(f"warning: the same recipe gave other content before ({changed})", file=sys.stderr)
-        memo.parent.mkdir(parents=True, exist_ok=True)
-        memo.with_suffix(".tmp").write_text(json.dumps(now))
-        memo.with_suffix(".tmp").replace(memo)
-
-
-def _may_be_ours(name: Path) -> bool:
-    """Could a run have written this file before it was interrupted?"""
-    text = name.as_posix()
-    stem = text.removeprefix(".").split(".")[0]
-    return stem.startswith("shard-") or text.startswith(("tokenizer/", "rejects.jsonl", ".rejects", f".{MANIFEST}"))
-
-
-@contextlib.contextmanager
-def _lock(out: Path) -> Iterator[None]:
-    """Hold the folder itself, so that two runs never write into one and nothing is left behind."""
-    out.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(out, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise DatasetError(f"--out {out}: another run is writing there; wait for it, or choose another") from None
-        yield
-    finally:
-        os.close(descriptor)
-        with contextlib.suppress(OSError):
-            out.rmdir()  # only if nothing was written
-
-
-def _need_disk(folder: Path, num_bytes: int, what: str) -> None:
-    free = shutil.disk_usage(folder).free
-    if free < num_bytes:
-        raise OSError(f"{folder}: {what} need about {num_bytes / 1e9:.2f} GB, {free / 1e9:.2f} GB are free; make room")
 
 
 # ---------------------------------------------------------------------------------------------- report

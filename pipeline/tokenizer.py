@@ -2,6 +2,8 @@
 
 import hashlib
 import json
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.source import HUB_ID, LOCAL_OPTIONS, unreachable
+from pipeline.hub import HUB_ID, LOCAL_OPTIONS, unreachable
 
 TEMPLATE_FILE = "chat_template.jinja"
 FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json", TEMPLATE_FILE)
@@ -99,16 +101,16 @@ def read_folder(folder: Path, *, model: str | None) -> TokenizerFiles:
         raise ValueError(f"--tokenizer {folder}: no tokenizer.json in this folder")
     body = _json(files, "tokenizer.json", folder)
     config = _json(files, "tokenizer_config.json", folder)
-    added = {token["content"]: token["id"] for token in body.get("added_tokens", [])}
-    model_part = body.get("model", {})
-    if model_part.get("type") != "BPE" or '"ByteLevel"' not in json.dumps(body.get("pre_tokenizer")):
-        raise ValueError(
-            f"{folder}/tokenizer.json: expected a byte-level BPE, as Qwen's; found {model_part.get('type')}"
-        )
-    if missing := [token for token in _CONTROL if token not in added]:
-        raise ValueError(f"{folder}/tokenizer.json: {' and '.join(missing)} must be added tokens, as in Qwen's")
+    try:
+        added = {token["content"]: token["id"] for token in body.get("added_tokens") or []}
+        model_part, merged = body["model"], dict(body["model"]["vocab"])
+        faults = list(_faults(body, model_part, added))
+    except (KeyError, TypeError, ValueError, AttributeError):
+        raise ValueError(f"{folder}/tokenizer.json: not what tokenizers writes; fetch it again") from None
+    if faults:
+        raise ValueError(f"{folder}/tokenizer.json: {faults[0]}. Use a Qwen tokenizer, or one of its kind.")
     special = {name: text for name in _SPECIAL if (text := _content(config.get(name)))}
-    vocab = {token: i for token, i in model_part["vocab"].items() if token not in added}
+    vocab = {token: i for token, i in merged.items() if token not in added}
     pad = special.get("pad_token", "<|endoftext|>")
     if pad not in added:
         raise ValueError(f"{folder}/tokenizer_config.json: pad_token {pad!r} is not an added token of tokenizer.json")
@@ -123,6 +125,27 @@ def read_folder(folder: Path, *, model: str | None) -> TokenizerFiles:
         pad_token_id=added[pad],
         eos_token_ids=_eos(special, added, _json(files, "generation_config.json", folder)),
     )
+
+
+def _faults(body: dict[str, Any], model: dict[str, Any], added: dict[str, int]) -> Iterator[str]:
+    """What would make token lengths or control strings other than they are taken to be."""
+    splitting = json.dumps(body.get("pre_tokenizer"))
+    if model.get("type") != "BPE" or '"ByteLevel"' not in splitting:
+        yield f"expected a byte-level BPE, as Qwen's; found {model.get('type')}"
+    if '"add_prefix_space": true' in splitting:
+        yield "its pre_tokenizer puts a space before the text (add_prefix_space), which Qwen's does not"
+    if model.get("dropout"):
+        yield "its model has dropout: the same text would get other ids another time"
+    if (body.get("normalizer") or {"type": "NFC"}).get("type") != "NFC":
+        yield "expected no normalizer or NFC, as Qwen's"
+    if missing := [token for token in _CONTROL if token not in added]:
+        yield f"{' and '.join(missing)} must be added tokens, as in Qwen's"
+    for token in body.get("added_tokens") or []:
+        if not token["content"] or any(token.get(name) for name in ("lstrip", "rstrip", "single_word")):
+            yield f"added token {token['content']!r} must match exactly its text (lstrip, rstrip, single_word false)"
+        # NFC turns other characters into these: a text without the token could come to hold it.
+        if token.get("normalized") and not re.fullmatch(r"[ -~]*", re.sub(r"[K;`]", "é", token["content"])):
+            yield f"added token {token['content']!r} must not be matched after normalization (normalized false)"
 
 
 def _json(files: dict[str, bytes], name: str, folder: Path) -> dict[str, Any]:
@@ -146,7 +169,7 @@ def _template(files: dict[str, bytes], config: dict[str, Any], folder: Path) -> 
         return files[TEMPLATE_FILE].decode()
     template = config.get("chat_template")
     if isinstance(template, list):
-        template = {entry.get("name"): entry.get("template") for entry in template}.get("default")
+        template = {e.get("name"): e.get("template") for e in template if isinstance(e, dict)}.get("default")
     if not isinstance(template, str):
         raise ValueError(f"--tokenizer {folder}: no chat template (chat_template.jinja, or in tokenizer_config.json)")
     return template
@@ -154,5 +177,6 @@ def _template(files: dict[str, bytes], config: dict[str, Any], folder: Path) -> 
 
 def _eos(special: dict[str, str], added: dict[str, int], generation: dict[str, Any]) -> tuple[int, ...]:
     ids = [added[special["eos_token"]]] if special.get("eos_token") in added else []
-    more = generation.get("eos_token_id", [])
-    return tuple(dict.fromkeys(ids + (more if isinstance(more, list) else [more])))
+    more = generation.get("eos_token_id")
+    more = more if isinstance(more, list) else [more]
+    return tuple(dict.fromkeys(ids + [i for i in more if isinstance(i, int)]))

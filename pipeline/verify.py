@@ -47,7 +47,7 @@ class Settings:
 
 def main() -> int:
     """The command line. Returns the exit status."""
-    settings = tyro.cli(Settings, description=None)
+    settings = tyro.cli(Settings, prog="python -m pipeline.verify")
     try:
         dataset = PackedDataset.open(settings.dataset)
         if settings.show is not None:

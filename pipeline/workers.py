@@ -8,9 +8,10 @@ import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context, parent_process
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import get_context, parent_process, resource_tracker
 from multiprocessing.connection import wait
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 
 class Workers:
@@ -33,18 +34,43 @@ class Workers:
             self._pool.shutdown(wait=True, cancel_futures=True)
 
     def map(self, function: Callable[..., Any], jobs: Iterable[tuple[Any, ...]]) -> Iterator[Any]:
-        """Results of ``function(*job)`` in the order of jobs, as they come."""
+        """Results of ``function(*job)`` in the order of jobs, as they come.
+
+        Raises:
+            OSError: a process was killed from outside; what a job raises is raised as it is.
+        """
         todo = list(jobs)
         if self._count == 1 or len(todo) < 2:
             return (function(*job) for job in todo)
-        if self._pool is None:
-            self._pool = ProcessPoolExecutor(self._count, mp_context=get_context("spawn"), initializer=_begin)
-        return self._pool.map(function, *zip(*todo, strict=True))
+        return self._results(function, todo)
+
+    def _results(self, function: Callable[..., Any], jobs: list[tuple[Any, ...]]) -> Iterator[Any]:
+        try:
+            if self._pool is None:
+                self._pool = _start(self._count)
+            yield from self._pool.map(_call, [function] * len(jobs), jobs)
+        except BrokenProcessPool:
+            raise OSError(
+                f"one of {self._count} worker processes was killed, perhaps for lack of memory: use fewer --workers"
+            ) from None
+
+
+def _start(count: int) -> ProcessPoolExecutor:
+    """Start all processes with SIGINT blocked, which they inherit: Ctrl-C is the parent's, from their first moment."""
+    pool = ProcessPoolExecutor(count, mp_context=get_context("spawn"), initializer=_begin)
+    resource_tracker.ensure_running()  # its start would unblock SIGINT
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        pool.submit(int)  # the first job starts them
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    return pool
 
 
 def _begin() -> None:
-    """In a worker: leave Ctrl-C to the parent, and end with it, however it ends."""
+    """In a worker: leave Ctrl-C to the parent, end with it, and clean up when it says so."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, _end)
     parent = parent_process()
     assert parent is not None
 
@@ -53,3 +79,15 @@ def _begin() -> None:
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
+
+
+def _end(*_: object) -> NoReturn:
+    raise SystemExit(1)
+
+
+def _call(function: Callable[..., Any], job: tuple[Any, ...]) -> Any:
+    """Run one job. Told to end, remove what is half-written and take no other."""
+    try:
+        return function(*job)
+    except SystemExit:
+        os._exit(1)

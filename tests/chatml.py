@@ -31,9 +31,11 @@ TOOLS = """
         {{- '\n<tool_response>\n' + m.content + '\n</tool_response>' }}
         {%- if loop.last or loop.nextitem.role != 'tool' %}{{- '<|im_end|>\n' }}{%- endif %}
     {%- elif m.role in ('system', 'user') %}
-        {{- '<|im_start|>' + m.role + '\n' + (m.content if m.content is string else m.content[0].text) | trim + '<|im_end|>\n' }}
+        {%- set content = m.content if m.content is string else m.content | map(attribute='text') | join %}
+        {{- '<|im_start|>' + m.role + '\n' + content | trim + '<|im_end|>\n' }}
     {%- elif m.role == 'assistant' %}
-        {%- set content, reasoning = (m.content or '') | trim, (m.reasoning_content or '') | trim %}
+        {%- set content = m.content if m.content is string else (m.content or []) | map(attribute='text') | join %}
+        {%- set content, reasoning = content | trim, (m.reasoning_content or '') | trim %}
         {%- if SPLIT and not reasoning and '</think>' in content %}
             {%- set reasoning = content.split('</think>')[0].split('<think>')[-1] | trim %}
             {%- set content = content.split('</think>')[-1] | trim %}
@@ -73,7 +75,10 @@ def tokenizer_json() -> str:
     trainer = trainers.BpeTrainer(
         vocab_size=400, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
     )
-    corpus = ["system user assistant hello hello there friend, how are you?\n\nI am <fine>.\n\n", "think tool_call im_end"]
+    corpus = [
+        "system user assistant hello hello there friend, how are you?\n\nI am <fine>.\n\n",
+        "think tool_call im_end",
+    ]
     tokenizer.train_from_iterator(corpus * 3, trainer)
     tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in SPECIAL])
     tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in NOT_SPECIAL])

@@ -13,7 +13,9 @@ def qwen_fixtures() -> Path:
     """The folder QWEN_FIXTURES names: Qwen's tokenizers and templates, and real chats. Skips where there is none."""
     name = os.environ.get("QWEN_FIXTURES", "")
     if not name:
-        pytest.skip("QWEN_FIXTURES is not set: Qwen's own tokenizers, templates and real chats are not here to test with")
+        pytest.skip(
+            "QWEN_FIXTURES is not set: Qwen's own tokenizers, templates and real chats are not here to test with"
+        )
     missing = [entry for entry in NEEDED if not (Path(name) / entry).exists()]
     if missing:
         pytest.skip(f"QWEN_FIXTURES={name} lacks {', '.join(missing)}")

@@ -29,9 +29,9 @@ class Settings:
     """The dataset it was trained on."""
     eval_shards: Path
     """The held-out dataset."""
-    question: str = "Which planet is the largest one?"
+    question: str = "What kind of world is Jupiter?"
     """What the user says."""
-    sentence: str = "The largest"
+    sentence: str = "Jupiter is a"
     """How the assistant's answer begins."""
     max_new_tokens: int = 32
     """Longest completion."""

@@ -1,0 +1,100 @@
+"""The chat template: Jinja source compiled in the environment that chat templates are written for.
+
+That environment is transformers' (a sandbox, ``tojson`` without HTML escapes, loop controls, ``raise_exception``,
+``{% generation %}``), but for ``strftime_now``: a date in the text would make the same data another every day.
+"""
+
+import json
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.sandbox
+
+
+class DateError(ValueError):
+    """The chat template asks for the date."""
+
+
+class ChatTemplate:
+    """A compiled chat template.
+
+    Args:
+        source: Jinja source.
+        variables: what it may use besides the chat.
+
+    Raises:
+        ValueError: it is not valid Jinja.
+    """
+
+    def __init__(self, source: str, variables: dict[str, Any]) -> None:
+        try:
+            environment = _environment()
+            self._template = environment.from_string(source)
+            self.tested = _tested_strings(environment.parse(source))
+        except jinja2.TemplateError as error:
+            raise ValueError(f"the chat template is not valid Jinja: {error}") from None
+        self._variables = {"documents": None, **variables}
+
+    def __call__(self, messages: list[dict[str, Any]], tools: Any = None, *, prompt: bool = False) -> str:
+        """The text of a chat, with the prompt for the next answer if asked for.
+
+        Raises:
+            DateError: it asks for the date.
+            Exception: whatever else the template raises.
+        """
+        try:
+            return self._template.render(
+                messages=messages, tools=tools, add_generation_prompt=prompt, **self._variables
+            )
+        except jinja2.UndefinedError as error:
+            if "strftime_now" not in str(error):
+                raise
+            raise DateError(
+                "the chat template calls strftime_now: a date in the text would make the same data another every day. "
+                "Pass a fixed date if the template takes one (see its source for the name), as in "
+                """--template-kwargs '{"date_string": "1 January 2026"}', or use another template."""
+            ) from None
+
+
+def _tested_strings(tree: jinja2.nodes.Template) -> tuple[str, ...]:
+    """Literals that a template compares with or passes to a method, names and blanks aside: it may look for them."""
+    found: set[str] = set()
+    for node in tree.find_all((jinja2.nodes.Compare, jinja2.nodes.Call)):
+        if not isinstance(node, jinja2.nodes.Call) or isinstance(node.node, jinja2.nodes.Getattr):
+            constants = (const.value for const in node.find_all(jinja2.nodes.Const))
+            found |= {value for value in constants if isinstance(value, str)}
+    return tuple(sorted(text for text in found if text.strip() and not text.isidentifier()))
+
+
+class _Generation(jinja2.ext.Extension):
+    """Accepts ``{% generation %}`` blocks, which some templates carry; they render as their content."""
+
+    tags = {"generation"}  # noqa: RUF012 (the attribute's type is jinja2's)
+
+    def parse(self, parser: Any) -> Any:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.Scope(body).set_lineno(line)  # what is set inside stays inside
+
+
+def _environment() -> jinja2.Environment:
+    def raise_exception(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    def tojson(
+        value: Any,
+        ensure_ascii: bool = False,  # noqa: FBT001, FBT002 (templates pass these by position)
+        indent: int | None = None,
+        separators: tuple[str, str] | None = None,
+        sort_keys: bool = False,  # noqa: FBT001, FBT002
+    ) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = tojson
+    environment.globals["raise_exception"] = raise_exception
+    return environment

@@ -1,0 +1,146 @@
+"""The tokenizer folder: what is read, what the recipe records, and which tokenizers are refused and why."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer
+
+from pipeline.tokenizer import open_tokenizer, read_folder
+from tests.chatml import PLAIN, tokenizer_json, write_tokenizer
+
+
+def test_a_folder_is_read_with_its_ids_and_its_template(tmp_path: Path) -> None:
+    (write_tokenizer(tmp_path) / "generation_config.json").write_text('{"eos_token_id": [401, 7, null]}')
+    files = open_tokenizer(str(tmp_path))
+    library = Tokenizer.from_str(tokenizer_json())
+    assert files.model is None
+    assert files.template == PLAIN
+    assert files.pad_token_id == library.token_to_id("<|endoftext|>")
+    assert files.eos_token_ids == tuple(dict.fromkeys([library.token_to_id("<|im_end|>"), 401, 7]))
+    assert files.vocab_size == library.get_vocab_size(with_added_tokens=True)
+    assert files.added_tokens["<think>"] == library.token_to_id("<think>")
+    assert files.special_tokens == {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
+
+
+def test_token_lengths_are_those_of_the_text_in_bytes(tmp_path: Path) -> None:
+    files = read_folder(write_tokenizer(tmp_path), model=None)
+    text = "<|im_start|>user\nhéllo 👋🏽 \u4f60\u597d <think>\n\n</think>\n\n\x00\ufffe<|im_end|>\n"
+    ids = Tokenizer.from_str(files.json).encode(text, add_special_tokens=False).ids
+    assert files.token_bytes()[ids].sum() == len(text.encode())
+    assert files.token_bytes()[files.added_tokens["<|im_start|>"]] == 12
+
+
+def test_one_character_of_the_template_changes_the_recipe(tmp_path: Path) -> None:
+    one = read_folder(write_tokenizer(tmp_path / "a", PLAIN), model=None).recipe({})
+    two = read_folder(write_tokenizer(tmp_path / "b", PLAIN + " "), model=None).recipe({})
+    assert one["template_sha256"] != two["template_sha256"]
+    assert one["tokenizer_sha256"] == two["tokenizer_sha256"]
+
+
+def test_published_files_are_the_sources_bytes_and_the_template_used(tmp_path: Path) -> None:
+    files = read_folder(write_tokenizer(tmp_path), model=None)
+    published = files.published()
+    assert published["tokenizer.json"] == (tmp_path / "tokenizer.json").read_bytes()
+    assert published["chat_template.jinja"].decode() == PLAIN
+
+
+@pytest.mark.parametrize(
+    "value", ["{{ 1 }}", [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "{{ 1 }}"}]]
+)
+def test_the_template_may_stand_in_the_config(tmp_path: Path, value: Any) -> None:
+    (write_tokenizer(tmp_path) / "chat_template.jinja").unlink()
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": value}))
+    assert read_folder(tmp_path, model=None).template == "{{ 1 }}"
+
+
+def added(content: str, **flags: bool) -> dict[str, Any]:
+    """An added token more in tokenizer.json."""
+    tokens = json.loads(tokenizer_json())["added_tokens"]
+    return {"added_tokens": [*tokens, tokens[-1] | {"id": 999, "content": content} | flags]}
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"model": {"type": "WordPiece", "vocab": {"a": 0}}}, "byte-level BPE"),
+        ({"pre_tokenizer": {"type": "Whitespace"}}, "byte-level BPE"),
+        ({"pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": True}}, "add_prefix_space"),
+        ({"normalizer": {"type": "Lowercase"}}, "NFC"),
+        ({"added_tokens": []}, r"<\|im_start\|> and <\|im_end\|> must be added tokens"),
+        ({"added_tokens": [{"id": 3}]}, "not what tokenizers writes"),
+        ({"model": None}, "not what tokenizers writes"),
+        (added("<mask>", lstrip=True), "exactly"),
+        (added("<mask>", rstrip=True), "exactly"),
+        (added("<mask>", single_word=True), "exactly"),
+        (added("<KELVIN>", normalized=True), "normalized"),
+        (added("<\u212b>", normalized=True), "normalized"),
+    ],
+)
+def test_a_tokenizer_of_another_kind_is_refused_with_the_reason(
+    tmp_path: Path, body: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        read_folder(write_tokenizer(tmp_path, body=body), model=None)
+
+
+def test_dropout_is_refused(tmp_path: Path) -> None:
+    model = json.loads(tokenizer_json())["model"] | {"dropout": 0.1}
+    with pytest.raises(ValueError, match="dropout"):
+        read_folder(write_tokenizer(tmp_path, body={"model": model}), model=None)
+
+
+def test_a_normalized_ascii_token_is_accepted(tmp_path: Path) -> None:
+    body = added("<my_tag>", normalized=True)
+    assert "<my_tag>" in read_folder(write_tokenizer(tmp_path, body=body), model=None).added_tokens
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("tokenizer.json", None, "no tokenizer.json"),
+        ("tokenizer.json", "{", "not JSON"),
+        ("tokenizer.json", "[]", "expected a JSON object"),
+        ("tokenizer_config.json", "no", "not JSON"),
+        ("tokenizer_config.json", '{"pad_token": "<pad>"}', "pad_token '<pad>' is not an added token"),
+        ("chat_template.jinja", None, "no chat template"),
+    ],
+)
+def test_a_missing_or_broken_file_is_named(tmp_path: Path, name: str, content: str | None, message: str) -> None:
+    write_tokenizer(tmp_path)
+    (tmp_path / name).unlink() if content is None else (tmp_path / name).write_text(content)
+    with pytest.raises(ValueError, match=message):
+        read_folder(tmp_path, model=None)
+
+
+@pytest.mark.parametrize("spec", ["no/such/folder", "/no/such", "nothing here"])
+def test_what_is_neither_a_folder_nor_a_hub_id_is_an_error_that_names_local_options(spec: str) -> None:
+    with pytest.raises(ValueError, match="--tokenizer data/sample"):
+        open_tokenizer(spec)
+
+
+def test_a_file_is_no_tokenizer(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no such folder"):
+        open_tokenizer(str(write_tokenizer(tmp_path) / "tokenizer.json"))
+
+
+def test_a_hub_that_does_not_answer_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def offline(*_: Any, **__: Any) -> str:
+        raise OSError("no route\nto host")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", offline)
+    with pytest.raises(ValueError, match=r"--tokenizer Qwen/Qwen3.8-27B: .*OSError: no route\).*data/sample"):
+        open_tokenizer("Qwen/Qwen3.8-27B")
+
+
+def test_a_hub_tokenizer_records_its_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = str(write_tokenizer(tmp_path))
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: folder)
+    assert open_tokenizer("owner/name").recipe({"a": 1})["model"] == "owner/name"
+
+
+def test_qwens_own_tokenizers_are_read(qwen_fixtures: Path) -> None:
+    new, old = (open_tokenizer(str(qwen_fixtures / name)) for name in ("qwen3_5_tokenizer", "qwen3_tokenizer"))
+    assert (new.vocab_size, new.pad_token_id, new.eos_token_ids) == (248077, 248044, (248046,))
+    assert (old.vocab_size, old.pad_token_id, old.eos_token_ids) == (151669, 151643, (151645,))

@@ -6,8 +6,10 @@ The export is loaded by transformers, as any other program would load it.
 """
 
 import json
+import os
 import sys
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
 
@@ -33,8 +35,10 @@ class Settings:
     """What the user says."""
     sentence: str = "Jupiter is a"
     """How the assistant's answer begins."""
-    max_new_tokens: int = 32
+    max_new_tokens: int = 16
     """Longest completion."""
+    record_dir: Path | None = None
+    """Also write a record of the figures there."""
 
 
 def guessing_loss(train: PackedDataset, held_out: PackedDataset) -> float:
@@ -76,6 +80,27 @@ def complete(export: Path, question: str, sentence: str, *, max_new_tokens: int)
     return str(tokenizer.decode(out[0, ids["input_ids"].shape[1] :], skip_special_tokens=True))
 
 
+def write_record(settings: Settings, figures: dict[str, tuple[float, str]]) -> Path:
+    """Write the figures with the run's own commit, machine and versions; return the file."""
+    assert settings.record_dir is not None
+    config = json.loads((settings.run / "config.json").read_text())
+    date = datetime.now(UTC).date().isoformat()
+    record = {
+        "what": "demo",
+        "date": date,
+        "command": "make demo",
+        "commit": config["commit"],
+        "machine": config["machine"],
+        "num_gpus": 0,
+        "versions": config["versions"],
+        "figures": {name: {"value": round(value, 3), "unit": unit} for name, (value, unit) in figures.items()},
+        "notes": "data/sample, the built-in small configuration, torch references on the CPU",
+    }
+    path = settings.record_dir / f"{date}-demo-{os.cpu_count()}-cores.json"
+    path.write_text(json.dumps(record, indent=1) + "\n")
+    return path
+
+
 def main() -> int:
     """The command line. Returns the exit status: 0, or 1 if the model is no better than guessing."""
     settings = tyro.cli(Settings, prog="python -m trainer.demo")
@@ -90,6 +115,9 @@ def main() -> int:
     print(f"dataset         {settings.shards}  (python -m pipeline.verify {settings.shards} --show 0)")
     print(f"run             {settings.run}/metrics.jsonl, {settings.run}/config.json, {settings.run}/checkpoints")
     print(f"export          {export}  (transformers loads it)")
+    if settings.record_dir is not None:
+        figures = {"eval_loss": (loss, "nats a target"), "guessing_loss": (guess, "nats a target")}
+        print(f"record          {write_record(settings, figures)}")
     return 0 if loss < guess else 1
 
 

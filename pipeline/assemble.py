@@ -187,6 +187,8 @@ def account(encoded: EncodedSet, plan: PackPlan, shards: list[dict[str, Any]], *
     rejected = Counter(line.reason for line in lines if line.what == "rejected")
     tokens = int(lengths.sum())
     tokens_rejected = encoded.tokens_rejected + plan.tokens_rejected
+    rendered = int(encoded.documents.lengths.sum()) + encoded.tokens_rejected
+    assert rendered == tokens + plan.tokens_cut + tokens_rejected, "tokens disappeared"
     return {
         "totals": {
             "chats_read": encoded.num_chats,
@@ -199,7 +201,7 @@ def account(encoded: EncodedSet, plan: PackPlan, shards: list[dict[str, Any]], *
             "rows": plan.num_rows,
             "targets": sum(shard["targets"] for shard in shards),
             "rounds_cut": plan.rounds_cut,
-            "tokens_rendered": tokens + plan.tokens_cut + tokens_rejected,
+            "tokens_rendered": rendered,
             "tokens": tokens,
             "tokens_cut": plan.tokens_cut,
             "tokens_rejected": tokens_rejected,

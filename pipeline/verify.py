@@ -93,7 +93,7 @@ def verify_semantics(dataset: PackedDataset) -> None:
     """
     manifest = dataset.manifest
     files = _tokenizer(dataset)
-    rules = _RowRules(files, manifest)
+    rules = RowRules(files, manifest)
     progress = Progress("verify", len(dataset), "rows")
     sums, shard_sums = _Sums(), []
     index = 0
@@ -114,7 +114,7 @@ def verify_semantics(dataset: PackedDataset) -> None:
             raise DatasetError(f"{dataset.path}/manifest.json: {what} is {listed}, the rows give {found}. Pack again.")
 
 
-class _RowRules:
+class RowRules:
     """The invariants of one row."""
 
     def __init__(self, files: TokenizerFiles, manifest: Manifest) -> None:
@@ -123,7 +123,9 @@ class _RowRules:
         self._pad = recipe["tokenizer"]["pad_token_id"]
         self._vocab_size = recipe["tokenizer"]["vocab_size"]
         self._start, self._end = files.added_tokens[START], files.added_tokens[END]
-        self._assistant = files.vocab.get("assistant")
+        from tokenizers import Tokenizer
+
+        self._assistant = Tokenizer.from_str(files.json).encode("assistant", add_special_tokens=False).ids
         self._targets = recipe["encode"]["targets"]
 
     def fault(self, row: Row) -> str | None:
@@ -156,7 +158,9 @@ class _RowRules:
         opens = np.flatnonzero(row.input_ids == self._start)
         targets = np.flatnonzero(row.loss_mask)
         turn = opens[np.searchsorted(opens, targets, side="right") - 1]
-        if self._assistant is not None and (row.input_ids[turn + 1] != self._assistant).any():
+        if (targets < turn + 2 + len(self._assistant)).any():  # start token, role and line break
+            return "a target lies in the header of a turn"
+        if any((row.input_ids[turn + 1 + i] != token).any() for i, token in enumerate(self._assistant)):
             return "a target lies outside the assistant turns"
         last = targets[np.append(np.diff(targets) > 1, True)]
         cut = np.isin(last + 1, row.boundaries)
@@ -203,6 +207,8 @@ def _totals(dataset: PackedDataset, sums: _Sums, shard_sums: list[list[int]]) ->
         ("totals.padding", totals["padding"], sums.rows * manifest.max_tokens - sums.tokens),
         ("totals.documents", totals["documents"], len(packed)),
         ("totals.rejected", totals["rejected"], dict(reasons)),
+        ("totals.documents and rejected together", totals["documents"] + sum(totals["rejected"].values()),
+         totals["chats_read"]),
         ("totals.chats_read", totals["chats_read"], len(packed) + len(rejected)),
         ("totals.truncated", totals["truncated"], kinds["truncated"]),
         ("totals.split", totals["split"], kinds["split"]),

@@ -112,9 +112,15 @@ def encode_one(encoder: Encoder, messages: Any, tools: Any = None, *, doc_id: in
     return next(item for item in found if isinstance(item, Document) or item.what == "rejected")
 
 
+@cache
+def library(tokenizer: str) -> Tokenizer:
+    """The library's tokenizer from the text of a tokenizer.json."""
+    return Tokenizer.from_str(tokenizer)
+
+
 def decoded(files: TokenizerFiles, ids: Any) -> str:
     """Text of token ids, control tokens included."""
-    return str(Tokenizer.from_str(files.json).decode([int(i) for i in ids], skip_special_tokens=False))
+    return str(library(files.json).decode([int(i) for i in ids], skip_special_tokens=False))
 
 
 def target_texts(files: TokenizerFiles, document: Document) -> list[str]:

@@ -7,7 +7,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-WORDS = "the star pot seed of river and note map light how many grow warm code day tea small run blue".split()
+TEXT = "the star pot seed of river and note map light how many grow warm code day tea small run blue"
 
 
 def small_chats(num: int, *, seed: int = 0, longest: int = 40) -> list[list[dict[str, str]]]:
@@ -15,7 +15,7 @@ def small_chats(num: int, *, seed: int = 0, longest: int = 40) -> list[list[dict
     rng = np.random.default_rng(seed)
 
     def words() -> str:
-        return " ".join(rng.choice(WORDS, int(rng.integers(1, longest))))
+        return " ".join(rng.choice(TEXT.split(), int(rng.integers(1, longest))))
 
     def chat() -> list[dict[str, str]]:
         rounds = range(int(rng.integers(1, 4)))

@@ -87,16 +87,17 @@ def open_tokenizer(spec: str) -> TokenizerFiles:
         raise ValueError(f"--tokenizer {spec}: no such folder, and not a hub id (owner/name). {LOCAL_OPTIONS}")
     from huggingface_hub import HfApi, snapshot_download
 
-    try:
-        try:  # snapshot_download knows no overall time limit: ask for the commit first
-            revision, offline = HfApi().model_info(spec, timeout=10).sha, False
-        except Exception:
-            revision, offline = None, True  # what was downloaded before serves without a network
-        folder = snapshot_download(
-            spec, revision=revision, allow_patterns=list(FILES), etag_timeout=10, local_files_only=offline
-        )
+    revision, failure = None, None
+    try:  # snapshot_download knows no overall time limit: ask for the commit first
+        revision = HfApi().model_info(spec, timeout=10).sha
     except Exception as error:  # the hub client raises its HTTP library's errors too
-        raise unreachable(f"--tokenizer {spec}", error) from None
+        failure = error  # what was downloaded before serves without a network
+    try:
+        folder = snapshot_download(
+            spec, revision=revision, allow_patterns=list(FILES), etag_timeout=10, local_files_only=failure is not None
+        )
+    except Exception as error:
+        raise unreachable(f"--tokenizer {spec}", failure or error) from None
     return read_folder(Path(folder), model=spec)
 
 

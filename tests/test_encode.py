@@ -69,7 +69,9 @@ def qwen_encoder(folder: Path, name: str, kwargs: str = "{}") -> Encoder:
     files = qwen_files(folder, name)
     loaded_for = next(other for other in TOKENIZERS if TOKENIZERS[other] == TOKENIZERS[name])
     if (name, kwargs) == (loaded_for, "{}"):
-        return Encoder(files, template_kwargs={}, targets="assistant")
+        encoder = Encoder(files, template_kwargs={}, targets="assistant")
+        encoder._encode_plain("")  # loads what encodes control strings as text
+        return encoder
     encoder = copy(qwen_encoder(folder, loaded_for))
     encoder._files = files
     encoder.renderer = Renderer(

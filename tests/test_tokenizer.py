@@ -1,6 +1,7 @@
 """The tokenizer folder: what is read, what the recipe records, and which tokenizers are refused and why."""
 
 import json
+import types
 from pathlib import Path
 from typing import Any
 
@@ -129,14 +130,36 @@ def test_a_hub_that_does_not_answer_is_one_clear_error(monkeypatch: pytest.Monke
     def offline(*_: Any, **__: Any) -> str:
         raise OSError("no route\nto host")
 
-    monkeypatch.setattr("huggingface_hub.snapshot_download", offline)
+    def not_downloaded(*_: Any, local_files_only: bool, **__: Any) -> str:
+        raise FileNotFoundError(f"local only: {local_files_only}")
+
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", offline)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", not_downloaded)
     with pytest.raises(ValueError, match=r"--tokenizer Qwen/Qwen3.8-27B: .*OSError: no route\).*data/sample"):
         open_tokenizer("Qwen/Qwen3.8-27B")
+
+
+def test_a_tokenizer_downloaded_before_serves_without_a_network(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = str(write_tokenizer(tmp_path))
+
+    def offline(*_: Any, **__: Any) -> str:
+        raise OSError("no route")
+
+    def cached(*_: Any, local_files_only: bool, **__: Any) -> str:
+        assert local_files_only
+        return folder
+
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", offline)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", cached)
+    assert open_tokenizer("owner/name").model == "owner/name"
 
 
 def test_a_hub_tokenizer_records_its_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = str(write_tokenizer(tmp_path))
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: folder)
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", lambda *_, **__: types.SimpleNamespace(sha="c" * 40))
     assert open_tokenizer("owner/name").recipe({"a": 1})["model"] == "owner/name"
 
 

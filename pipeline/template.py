@@ -5,6 +5,7 @@ That environment is transformers' (a sandbox, ``tojson`` without HTML escapes, l
 """
 
 import json
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jinja2
@@ -59,13 +60,31 @@ class ChatTemplate:
 
 
 def _tested_strings(tree: jinja2.nodes.Template) -> tuple[str, ...]:
-    """Literals that a template compares with or passes to a method, names and blanks aside: it may look for them."""
+    """Literals that a template may look for in a text: a text that holds one could be treated in a way of its own.
+
+    They are what it passes to methods and to ``replace``, and what it compares with. Roles and keys, which are names,
+    cannot be told from words in comparisons and are left out of those; stripped white space is tried out.
+    """
     found: set[str] = set()
-    for node in tree.find_all((jinja2.nodes.Compare, jinja2.nodes.Call)):
-        if not isinstance(node, jinja2.nodes.Call) or isinstance(node.node, jinja2.nodes.Getattr):
-            constants = (const.value for const in node.find_all(jinja2.nodes.Const))
-            found |= {value for value in constants if isinstance(value, str)}
-    return tuple(sorted(text for text in found if text.strip() and not text.isidentifier()))
+    for node in tree.find_all((jinja2.nodes.Compare, jinja2.nodes.Call, jinja2.nodes.Filter)):
+        if isinstance(node, jinja2.nodes.Compare):
+            found |= {text for text in _literals([node]) if text.strip() and not text.isidentifier()}
+        elif isinstance(node, jinja2.nodes.Filter):
+            found |= set(_literals(node.args)) if node.name == "replace" else set()
+        elif isinstance(node, jinja2.nodes.Call) and isinstance(node.node, jinja2.nodes.Getattr):
+            method = node.node.attr
+            if method in ("strip", "lstrip", "rstrip"):
+                found |= {sign for text in _literals(node.args) for sign in text if not sign.isspace()}
+            elif method not in ("get", "items", "keys"):
+                found |= set(_literals(node.args))
+    return tuple(sorted(found - {""}))
+
+
+def _literals(nodes: Iterable[jinja2.nodes.Node]) -> Iterator[str]:
+    for node in nodes:
+        for const in [node] if isinstance(node, jinja2.nodes.Const) else node.find_all(jinja2.nodes.Const):
+            if isinstance(const.value, str):
+                yield const.value
 
 
 class _Generation(jinja2.ext.Extension):

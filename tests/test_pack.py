@@ -266,7 +266,12 @@ def test_other_content_of_the_same_recipe_is_warned_of(make: Any, capsys: pytest
 def test_ctrl_c_exits_130_and_leaves_nothing_half_written(make: Any, tmp_path: Path) -> None:
     source = write_parquet(tmp_path / "big.parquet", small_chats(6000), rows_in_group=500)
     settings = make(source=str(source), workers=2)
-    process = subprocess.Popen(command(*arguments(settings)), stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command(*arguments(settings)),
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a background shell hands down "ignore"
+    )
     deadline = time.monotonic() + 20
     while not settings.out.exists() and time.monotonic() < deadline:
         time.sleep(0.02)

@@ -483,15 +483,17 @@ def test_the_fast_path_equals_qwens_templates(qwen: tuple[str, str], messages: A
 
 
 STRIPS = ["", ".strip()", ".strip('\n')", ".strip(' ')", ".strip(' \n')", ".lstrip('\n')", ".rstrip('\n')",
-          ".rstrip(' ')", ".lstrip()", ".strip('\t ')", "[0:]", ".strip('x')", ".replace('a', 'b')"]  # fmt: skip
+          ".rstrip(' ')", ".lstrip()", ".strip('\t ')", "[0:]", ".strip('x')", ".replace('a', 'b')",
+          ".replace('\\n\\n', ' ')", ".split('a')[0]", " | replace('a', 'b')"]  # fmt: skip
 
 
 @settings(max_examples=25, deadline=None)
 @given(contents=st.lists(CONTENTS, min_size=2, max_size=2))
 @pytest.mark.parametrize("strip", STRIPS)
 def test_every_way_of_stripping_is_learned_or_left_to_the_template(strip: str, contents: list[str]) -> None:
-    template = PLAIN.replace("m.content", f"(m.content{strip})").replace("\n'", "\\n'")
+    template = PLAIN.replace("m.content", f"(m.content{strip})")
     fast_equals_template(template, chat(*contents))
+    fast_equals_template(template, chat("banana\n\nxx x", "xa x"))
 
 
 def test_a_literal_that_the_template_looks_for_leaves_the_chat_to_it() -> None:

@@ -47,7 +47,9 @@ class Workers:
     def _results(self, function: Callable[..., Any], jobs: list[tuple[Any, ...]]) -> Iterator[Any]:
         try:
             if self._pool is None:
-                self._pool = _start(self._count)
+                self._pool, interrupted = _start(self._count)
+                if interrupted:
+                    raise KeyboardInterrupt
             yield from self._pool.map(_call, [function] * len(jobs), jobs)
         except BrokenProcessPool:
             raise OSError(
@@ -55,16 +57,24 @@ class Workers:
             ) from None
 
 
-def _start(count: int) -> ProcessPoolExecutor:
-    """Start all processes with SIGINT blocked, which they inherit: Ctrl-C is the parent's, from their first moment."""
+def _start(count: int) -> tuple[ProcessPoolExecutor, bool]:
+    """Start all processes with SIGINT blocked, which they inherit: Ctrl-C is the parent's, from their first moment.
+
+    Returns:
+        The pool, and whether Ctrl-C came meanwhile: a process that is interrupted while it is started would complain.
+    """
     pool = ProcessPoolExecutor(count, mp_context=get_context("spawn"), initializer=_begin)
     resource_tracker.ensure_running()  # its start would unblock SIGINT
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    interrupted = threading.Event()
+    # Blocking is not enough here: another thread may take the signal, and Python then interrupts the main one.
+    handler = signal.signal(signal.SIGINT, lambda *_: interrupted.set())
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         pool.submit(int)  # the first job starts them
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    return pool
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        signal.signal(signal.SIGINT, handler)
+    return pool, interrupted.is_set()
 
 
 def _begin() -> None:

@@ -230,6 +230,12 @@ def test_leading_reasoning_goes_where_each_kind_of_template_looks_for_it() -> No
         assert out.base == ""
 
 
+def test_moved_reasoning_and_its_answer_lose_the_line_breaks_around_them_and_nothing_else() -> None:
+    template = PLAIN.replace("{{ m.content }}", "({{ m.reasoning_content }})[{{ m.content }}]")
+    out = rendered(renderer(template), after(TURN | {"content": "<think>\n\n why \n</think>\n\n because \n\n"}))
+    assert "( why )[ because ]" in out.text
+
+
 def test_what_is_not_leading_or_has_a_reasoning_of_its_own_stays_text() -> None:
     for message in (
         TURN | {"content": "x <think>why</think> because"},

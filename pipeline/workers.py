@@ -3,6 +3,7 @@
 Started afresh (spawn), never forked: a fork after a threaded tokenizer hangs. One worker means none: jobs run here.
 """
 
+import contextlib
 import os
 import signal
 import threading
@@ -46,35 +47,36 @@ class Workers:
 
     def _results(self, function: Callable[..., Any], jobs: list[tuple[Any, ...]]) -> Iterator[Any]:
         try:
-            if self._pool is None:
-                self._pool, interrupted = _start(self._count)
-                if interrupted:
-                    raise KeyboardInterrupt
-            yield from self._pool.map(_call, [function] * len(jobs), jobs)
+            with _sigint_held():  # handing in jobs starts processes
+                if self._pool is None:
+                    self._pool = ProcessPoolExecutor(self._count, mp_context=get_context("spawn"), initializer=_begin)
+                results = self._pool.map(_call, [function] * len(jobs), jobs)
+            yield from results
         except BrokenProcessPool:
             raise OSError(
                 f"one of {self._count} worker processes was killed, perhaps for lack of memory: use fewer --workers"
             ) from None
 
 
-def _start(count: int) -> tuple[ProcessPoolExecutor, bool]:
-    """Start all processes with SIGINT blocked, which they inherit: Ctrl-C is the parent's, from their first moment.
+@contextlib.contextmanager
+def _sigint_held() -> Iterator[None]:
+    """Start processes with SIGINT blocked, which they inherit: Ctrl-C is the parent's, from their first moment.
 
-    Returns:
-        The pool, and whether Ctrl-C came meanwhile: a process that is interrupted while it is started would complain.
+    Raises:
+        KeyboardInterrupt: at the end, if Ctrl-C came meanwhile: a process whose start is cut short would complain.
     """
-    pool = ProcessPoolExecutor(count, mp_context=get_context("spawn"), initializer=_begin)
     resource_tracker.ensure_running()  # its start would unblock SIGINT
     interrupted = threading.Event()
     # Blocking is not enough here: another thread may take the signal, and Python then interrupts the main one.
     handler = signal.signal(signal.SIGINT, lambda *_: interrupted.set())
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        pool.submit(int)  # the first job starts them
+        yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         signal.signal(signal.SIGINT, handler)
-    return pool, interrupted.is_set()
+    if interrupted.is_set():
+        raise KeyboardInterrupt
 
 
 def _begin() -> None:

@@ -2,7 +2,8 @@
 
 source   read       hub id, parquet, jsonl         -> Conversation
 encode   render,    template, tokenizer, targets   -> Document (cached, knows no row length)
-binpack  plan       lengths and turn ends          -> PackPlan (which piece in which row)
+cut      cut        lengths and turn ends          -> pieces no longer than a row
+binpack  plan       pieces                         -> PackPlan (which piece in which row)
 shards   the format schema, manifest, publish, open -> PackedDataset[i] -> Row
 pack     compose    python -m pipeline.pack
 verify   recompute  python -m pipeline.verify

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from pipeline.binpack import Documents, PackPlan
+from pipeline.binpack import PackPlan
+from pipeline.cut import Documents
 from pipeline.encode import BlockRecord, open_block
 from pipeline.manifest import REJECT_REASONS, canonical_bytes
 from pipeline.shards import Int32, Int64, ShardRows, publish, shard_bytes, shard_name, unpack_bits

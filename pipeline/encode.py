@@ -41,7 +41,7 @@ class Document:
     turn_ends: Int32
     """[turns] token behind each turn, its line break included; the last one is L."""
     roles: npt.NDArray[np.uint8]
-    """[turns] binpack's SYSTEM, USER, ASSISTANT, TOOL."""
+    """[turns] cut's SYSTEM, USER, ASSISTANT, TOOL."""
     turn_targets: Int32
     """[turns] number of targets in each turn; they are contiguous."""
     turn_first_target: Int32

@@ -27,7 +27,8 @@ import tyro
 
 from pipeline import __version__
 from pipeline.assemble import EncodedSet, account, open_encoded, reject_lines
-from pipeline.binpack import ALGORITHM, Overflow, PackPlan, plan_packing
+from pipeline.binpack import ALGORITHM, PackPlan, plan_packing
+from pipeline.cut import Overflow
 from pipeline.encode import (
     ENCODE_VERSION,
     BlockRecord,

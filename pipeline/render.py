@@ -8,8 +8,8 @@ shape seen before skip the template (shapes.py); a sample of them is rendered bo
 from collections.abc import Iterator
 from typing import Any
 
-from pipeline.binpack import ASSISTANT
 from pipeline.chats import END_THINK, LEADING_THINK, THINK, ControlStrings, Escape, Refused, checked, restore
+from pipeline.cut import ASSISTANT
 from pipeline.rows import TOO_DEEP
 from pipeline.shapes import Shapes
 from pipeline.source import Conversation, Reject

@@ -7,8 +7,8 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from pipeline.binpack import ASSISTANT, SYSTEM, TOOL, USER
 from pipeline.chats import LEADING_THINK, Refused, strings, texts
+from pipeline.cut import ASSISTANT, SYSTEM, TOOL, USER
 
 START, END = "<|im_start|>", "<|im_end|>"
 ROLES = {"system": SYSTEM, "user": USER, "assistant": ASSISTANT, "tool": TOOL}

@@ -9,19 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.binpack import (
-    ASSISTANT,
-    SYSTEM,
-    TOOL,
-    USER,
-    Documents,
-    Int64,
-    Overflow,
-    PackPlan,
-    lower_bound,
-    pack,
-    plan_packing,
-)
+from pipeline.binpack import PackPlan, lower_bound, pack, plan_packing
+from pipeline.cut import ASSISTANT, SYSTEM, TOOL, USER, Documents, Int64, Overflow
 
 
 class Turn(NamedTuple):

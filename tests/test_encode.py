@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from pipeline.binpack import ASSISTANT, SYSTEM, TOOL, USER
+from pipeline.cut import ASSISTANT, SYSTEM, TOOL, USER
 from pipeline.encode import (
     BlockRecord,
     Document,

@@ -130,6 +130,8 @@ def pack(settings: Settings) -> Manifest:
 def _make(
     settings: Settings, source: Source, tokenizer: TokenizerFiles, recipe: dict[str, Any], stages: "_Stages"
 ) -> Manifest:
+    if warning := tokenizer.class_warning():
+        print(f"warning: {warning}", file=sys.stderr)
     run = Run(settings.out, settings.cache_dir, recipe)
     rule = recipe["pack"]
     with Workers(settings.workers) as workers:

@@ -17,6 +17,18 @@ TEMPLATE_FILE = "chat_template.jinja"
 FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json", TEMPLATE_FILE)
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _CONTROL = ("<|im_start|>", "<|im_end|>")
+_QWEN2 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_QWEN3_5 = _QWEN2.replace(r"\p{L}+", r"[\p{L}\p{M}]+").replace(r"[^\s\p{L}\p{N}]", r"[^\s\p{L}\p{M}\p{N}]")
+SPLITTING_RULES = {"Qwen2Tokenizer": _QWEN2, "Qwen3_5Tokenizer": _QWEN3_5}
+"""Classes of transformers that split text by a rule of their own, whatever tokenizer.json says."""
+PROBES = (
+    "It's 3.14 o'clock\r\n\n  don't  x\t= [1,  22, 333]\n",
+    "नमस्ते दुनिया, สวัสดีชาวโลก, שָׁלוֹם עוֹלָם, السَّلَامُ عَلَيْكُمْ",
+    "e\u0301té Größe 你好世界 👩\u200d👩\u200d👧 ①②③ Ⅻ ½",
+)
+"""Texts on which splitting rules differ: marks, digits, blanks, contractions, scripts."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,6 +80,27 @@ class TokenizerFiles:
         for token, i in self.added_tokens.items():
             lengths[i] = len(token.encode())
         return lengths
+
+    def class_warning(self) -> str | None:
+        """A warning if the ``tokenizer_class`` of tokenizer_config.json splits text otherwise than tokenizer.json.
+
+        transformers' AutoTokenizer goes by that class. What is packed goes by tokenizer.json, always.
+        """
+        named = json.loads(self.files.get("tokenizer_config.json", b"{}")).get("tokenizer_class") or ""
+        rule = SPLITTING_RULES.get(str(named).removesuffix("Fast"))
+        body = json.loads(self.json)
+        if rule is None or body["pre_tokenizer"] == _splitter(rule):
+            return None
+        splits = [_split(body["pre_tokenizer"]), _split(_splitter(rule))]
+        counts = [(len(own), len(other)) for own, other in zip(*splits, strict=True) if own != other]
+        if not counts:
+            return None
+        own, other = max(counts, key=lambda pair: abs(pair[0] - pair[1]))
+        return (
+            f"tokenizer_config.json names the class {named}, by which transformers splits text otherwise than "
+            f"tokenizer.json does (a probe into {other} parts instead of {own}). Packed is by tokenizer.json, and "
+            "exports of the trainer name a right class; do not count or serve tokens with AutoTokenizer on this folder"
+        )
 
     def published(self) -> dict[str, bytes]:
         """What lies in a dataset's ``tokenizer/``: the source's files and the template used."""
@@ -153,6 +186,22 @@ def _faults(body: dict[str, Any], model: dict[str, Any], added: dict[str, int]) 
         # NFC turns other characters into these: a text without the token could come to hold it.
         if token.get("normalized") and not re.fullmatch(r"[ -~]*", re.sub(r"[K;`]", "é", token["content"])):
             yield f"added token {token['content']!r} must not be matched after normalization (normalized false)"
+
+
+def _splitter(rule: str) -> dict[str, Any]:
+    """A pre_tokenizer entry of tokenizer.json: split by a rule, then spell bytes as characters."""
+    split = {"type": "Split", "pattern": {"Regex": rule}, "behavior": "Isolated", "invert": False}
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+    return {"type": "Sequence", "pretokenizers": [split, byte_level]}
+
+
+def _split(splitter: dict[str, Any]) -> list[list[tuple[str, tuple[int, int]]]]:
+    """The parts of each of ``PROBES`` under a pre_tokenizer entry."""
+    from tokenizers import Tokenizer
+
+    empty = {"type": "BPE", "vocab": {}, "merges": []}
+    rule = Tokenizer.from_str(json.dumps({"model": empty, "pre_tokenizer": splitter})).pre_tokenizer
+    return [rule.pre_tokenize_str(text) for text in PROBES]
 
 
 def _json(files: dict[str, bytes], name: str, folder: Path) -> dict[str, Any]:

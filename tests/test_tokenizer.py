@@ -1,14 +1,18 @@
 """The tokenizer folder: what is read, what the recipe records, and which tokenizers are refused and why."""
 
+import importlib
 import json
+import shutil
 import types
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tokenizers import Tokenizer
+from transformers import AutoTokenizer
 
-from pipeline.tokenizer import open_tokenizer, read_folder
+from pipeline.pack import main
+from pipeline.tokenizer import PROBES, SPLITTING_RULES, open_tokenizer, read_folder
 from tests.chatml import PLAIN, tokenizer_json, write_tokenizer
 
 
@@ -167,3 +171,64 @@ def test_qwens_own_tokenizers_are_read(qwen_fixtures: Path) -> None:
     new, old = (open_tokenizer(str(qwen_fixtures / name)) for name in ("qwen3_5_tokenizer", "qwen3_tokenizer"))
     assert (new.vocab_size, new.pad_token_id, new.eos_token_ids) == (248077, 248044, (248046,))
     assert (old.vocab_size, old.pad_token_id, old.eos_token_ids) == (151669, 151643, (151645,))
+
+
+def with_class(folder: Path, name: str | None) -> Path:
+    """The folder of a tokenizer whose tokenizer_config.json names a class."""
+    path = folder / "tokenizer_config.json"
+    config = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps({**config, "tokenizer_class": name}))
+    return folder
+
+
+@pytest.mark.parametrize("name", ["Qwen2Tokenizer", "Qwen2TokenizerFast"])
+def test_a_class_that_splits_otherwise_is_named_in_a_warning(tmp_path: Path, name: str) -> None:
+    sample = shutil.copytree("data/sample", tmp_path / "sample", ignore=shutil.ignore_patterns("*.jsonl"))
+    warning = read_folder(with_class(sample, name), model=None).class_warning()
+    assert warning is not None
+    assert name in warning
+    splitters = [
+        tokenizer.pre_tokenizer
+        for tokenizer in (
+            AutoTokenizer.from_pretrained(sample).backend_tokenizer,
+            Tokenizer.from_file(str(sample / "tokenizer.json")),
+        )
+    ]
+    by_class, own = ([splitter.pre_tokenize_str(text) for text in PROBES] for splitter in splitters)
+    assert by_class != own  # the warning is true
+
+
+def test_packing_prints_that_warning_and_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sample = shutil.copytree("data/sample", tmp_path / "sample")
+    out = ["--out", str(tmp_path / "packed"), "--cache-dir", str(tmp_path / "cache"), "--workers", "1"]
+    arguments = [
+        "--source",
+        str(sample),
+        "--tokenizer",
+        str(with_class(sample, "Qwen2Tokenizer")),
+        "--limit",
+        "5",
+        *out,
+    ]
+    assert main(arguments) == 0
+    assert "warning: tokenizer_config.json names the class Qwen2Tokenizer" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["PreTrainedTokenizerFast", "Qwen3_5Tokenizer", "TokenizersBackend", None])
+def test_a_class_that_splits_alike_is_no_reason_to_warn(tmp_path: Path, name: str | None) -> None:
+    sample = shutil.copytree("data/sample", tmp_path / "sample", ignore=shutil.ignore_patterns("*.jsonl"))
+    assert read_folder(with_class(sample, name), model=None).class_warning() is None
+
+
+def test_the_classes_rules_are_those_of_transformers() -> None:
+    for name, module in (("Qwen2Tokenizer", "qwen2"), ("Qwen3_5Tokenizer", "qwen3_5")):
+        path = f"transformers.models.{module}.tokenization_{module}"
+        assert SPLITTING_RULES[name] == importlib.import_module(path).PRETOKENIZE_REGEX
+
+
+def test_the_real_vocabulary_under_the_older_class_is_warned_of(tmp_path: Path, qwen_fixtures: Path) -> None:
+    folder = shutil.copytree(qwen_fixtures / "qwen3_5_tokenizer", tmp_path / "tokenizer")
+    assert read_folder(folder, model=None).class_warning() is None
+    assert "Qwen2Tokenizer" in str(read_folder(with_class(folder, "Qwen2Tokenizer"), model=None).class_warning())
+    loaded, library = AutoTokenizer.from_pretrained(folder), Tokenizer.from_file(str(folder / "tokenizer.json"))
+    assert any(loaded(text)["input_ids"] != library.encode(text).ids for text in PROBES)

@@ -11,7 +11,7 @@ import pytest
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
-from pipeline.pack import main
+from pipeline.pack import Settings, pack
 from pipeline.tokenizer import PROBES, SPLITTING_RULES, open_tokenizer, read_folder
 from tests.chatml import PLAIN, tokenizer_json, write_tokenizer
 
@@ -200,17 +200,13 @@ def test_a_class_that_splits_otherwise_is_named_in_a_warning(tmp_path: Path, nam
 
 def test_packing_prints_that_warning_and_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sample = shutil.copytree("data/sample", tmp_path / "sample")
-    out = ["--out", str(tmp_path / "packed"), "--cache-dir", str(tmp_path / "cache"), "--workers", "1"]
-    arguments = [
-        "--source",
-        str(sample),
-        "--tokenizer",
-        str(with_class(sample, "Qwen2Tokenizer")),
-        "--limit",
-        "5",
-        *out,
-    ]
-    assert main(arguments) == 0
+    tokenizer = with_class(sample, "Qwen2Tokenizer")
+    pack(
+        Settings(
+            source=str(sample), tokenizer=str(tokenizer), limit=5, workers=1, out=tmp_path / "packed",
+            cache_dir=tmp_path / "cache",
+        )
+    )  # fmt: skip
     assert "warning: tokenizer_config.json names the class Qwen2Tokenizer" in capsys.readouterr().err
 
 

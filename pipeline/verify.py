@@ -12,22 +12,24 @@ about 0.4 ms a row of 8,192 tokens.
 import hashlib
 import os
 import sys
-from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 import tyro
 
-from pipeline.assemble import histogram, parse_rejects, piece_width
-from pipeline.manifest import REJECT_KINDS, REJECT_REASONS, DatasetError, Manifest
+from pipeline.accounts import Sums, check_totals, read_lines
+from pipeline.cut import Overflow
+from pipeline.encode import Targets
+from pipeline.manifest import DatasetError, Manifest, differing_fields
 from pipeline.progress import Progress
 from pipeline.render import END, START
-from pipeline.shards import PackedDataset, Row, rows_per_shard, verify_hashes
-from pipeline.source import Reject
+from pipeline.shards import ROWS_PER_BATCH, PackedDataset, Row, rows_per_shard, verify_hashes
 from pipeline.tokenizer import TEMPLATE_FILE, TokenizerFiles, read_folder
 
 
@@ -68,23 +70,6 @@ def main() -> int:
 # -------------------------------------------------------------------------------------------- semantic
 
 
-@dataclass(kw_only=True, slots=True)
-class _Sums:
-    """What the rows add up to."""
-
-    rows: int = 0
-    tokens: int = 0
-    targets: int = 0
-    squared: int = 0
-    max_segments: int = 0
-    max_segment: int = 0
-    max_token_id: int = 0
-    lengths: list[int] = field(default_factory=list)
-    pieces_per_row: list[int] = field(default_factory=list)
-    numbers: list[tuple[int, int]] = field(default_factory=list)
-    """(doc_id, piece) of every piece."""
-
-
 def verify_semantics(dataset: PackedDataset) -> None:
     """Recompute every invariant of the format from the rows.
 
@@ -92,26 +77,99 @@ def verify_semantics(dataset: PackedDataset) -> None:
         DatasetError: naming the first row, or the total, that does not hold.
     """
     manifest = dataset.manifest
-    files = _tokenizer(dataset)
-    rules = RowRules(files, manifest)
+    check_recipe(dataset)
+    rules = RowRules(_tokenizer(dataset), manifest)
     progress = Progress("verify", len(dataset), "rows")
-    sums, shard_sums = _Sums(), []
-    index = 0
-    for shard in manifest.files["shards"]:
-        before = (sums.rows, len(sums.lengths), sums.tokens, sums.targets)
+    sums, index = Sums(), 0
+    for number, shard in enumerate(manifest.files["shards"]):
+        _check_batches(dataset, number)
+        sums.open_shard()
         for _ in range(shard["rows"]):
             row = dataset[index]
             if (fault := rules.fault(row)) is not None:
                 raise DatasetError(f"{dataset.path / shard['name']}: row {index}: {fault}. Pack again.")
-            _add(sums, row)
+            sums.add(row)
             index += 1
         progress.add(shard["rows"])
-        after = (sums.rows, len(sums.lengths), sums.tokens, sums.targets)
-        shard_sums.append([b - a for a, b in zip(before, after, strict=True)])
     progress.close()
-    for what, listed, found in _totals(dataset, sums, shard_sums):
+    for what, listed, found in check_totals(manifest, sums, read_lines(dataset.path / "rejects.jsonl")):
         if listed != found:
             raise DatasetError(f"{dataset.path}/manifest.json: {what} is {listed}, the rows give {found}. Pack again.")
+
+
+_RECIPE: dict[str, Any] = {
+    "source": [{
+        "id": str | None, "revision": str | None, "split": str | None, "messages_column": str,
+        "tools_column": str | None, "limit": int | None,
+        "files": [{"name": str, "bytes": int | None, "sha256": str | None}],
+    }],
+    "tokenizer": {"model": str | None, "tokenizer_sha256": str, "template_sha256": str, "template_kwargs": dict,
+                  "vocab_size": int, "pad_token_id": int, "eos_token_ids": [int]},
+    "encode": {"version": int, "targets": get_args(Targets)},
+    "pack": {"version": int, "max_tokens": int, "overflow": get_args(Overflow), "algorithm": str, "seed": int,
+             "partitions": int},
+    "shards": {"rows_per_shard": int, "rows_per_batch": int, "compression": (None, "zstd")},
+}  # fmt: skip
+"""Every field of a recipe: its type, its values, or the same of what it holds."""
+
+
+def check_recipe(dataset: PackedDataset) -> None:
+    """Refuse a recipe that lacks a field, holds another type, or contradicts the format's own numbers.
+
+    Raises:
+        DatasetError: naming the field.
+    """
+    recipe, max_tokens = dataset.manifest.recipe, dataset.manifest.max_tokens
+    fault = next(_recipe_faults(recipe, _RECIPE, "recipe"), None)
+    if fault is None:
+        by_shard = {"rows_per_shard": rows_per_shard(max_tokens), "rows_per_batch": ROWS_PER_BATCH}
+        numbers = {"pack": {"max_tokens": max_tokens}, "shards": by_shard}
+        held = {part: {name: recipe[part][name] for name in names} for part, names in numbers.items()}
+        fault = next(iter(differing_fields(held, numbers, "recipe")), None)
+    if fault is None and max_tokens >= 2**31:
+        fault = f"max_tokens {max_tokens} is more than a boundary can hold"
+    if fault is not None:
+        raise DatasetError(f"{dataset.path}/manifest.json: {fault}. Pack again.")
+
+
+def _recipe_faults(value: Any, wanted: Any, path: str) -> Iterator[str]:
+    if isinstance(wanted, dict | list):
+        if not isinstance(value, type(wanted)):
+            yield f"{path} must be {'an object' if isinstance(wanted, dict) else 'a list'}, found {value!r:.80}"
+        elif isinstance(wanted, dict):
+            for name, inner in wanted.items():
+                if name in value:
+                    yield from _recipe_faults(value[name], inner, f"{path}.{name}")
+                else:
+                    yield f"{path}.{name} is missing"
+        else:
+            for i, item in enumerate(value):
+                yield from _recipe_faults(item, wanted[0], f"{path}[{i}]")
+    elif isinstance(wanted, tuple):
+        if not any(value is choice or (isinstance(value, str) and value == choice) for choice in wanted):
+            yield f"{path} must be one of {wanted}, found {value!r:.80}"
+    elif not isinstance(value, wanted) or isinstance(value, bool):
+        yield f"{path} must be of type {getattr(wanted, '__name__', wanted)}, found {value!r:.80}"
+
+
+def _check_batches(dataset: PackedDataset, shard: int) -> None:
+    """A shard's record batches are valid, without nulls, and hold the rows that are listed: 8 each but the last."""
+    entry = dataset.manifest.files["shards"][shard]
+    path, reader = dataset.path / entry["name"], dataset._open_shard(shard)
+    sizes = []
+    try:
+        for number in range(reader.num_record_batches):
+            batch = reader.get_batch(number)
+            batch.validate(full=True)
+            if any(column.null_count or column.values.null_count for column in batch.columns):
+                raise DatasetError(f"{path}: record batch {number} holds nulls. Pack again.")
+            sizes.append(batch.num_rows)
+    except (pa.ArrowException, OSError) as error:
+        reason = str(error).partition("\n")[0][:200]
+        raise DatasetError(f"{path}: record batch {len(sizes)} is malformed ({reason}). Pack again.") from None
+    full, rest = divmod(entry["rows"], ROWS_PER_BATCH)
+    if sizes != [ROWS_PER_BATCH] * full + [rest] * (rest > 0):
+        raise DatasetError(f"{path}: {sum(sizes)} rows in its record batches, {entry['rows']} are listed. Pack again.")
 
 
 class RowRules:
@@ -125,12 +183,17 @@ class RowRules:
         self._start, self._end = files.added_tokens[START], files.added_tokens[END]
         from tokenizers import Tokenizer
 
-        self._assistant = Tokenizer.from_str(files.json).encode("assistant", add_special_tokens=False).ids
+        try:
+            self._assistant = Tokenizer.from_str(files.json).encode("assistant", add_special_tokens=False).ids
+        except Exception as error:  # the library raises nothing more special
+            raise DatasetError(
+                f"tokenizer/tokenizer.json: no tokenizer that this can use ({error}). Pack again."
+            ) from None
         self._targets = recipe["encode"]["targets"]
 
     def fault(self, row: Row) -> str | None:
         """The first rule that a row breaks, or None."""
-        bounds, total = row.boundaries, self._max_tokens
+        bounds, total = row.boundaries.astype(np.int64), self._max_tokens
         if len(bounds) < 2 or bounds[0] != 0 or bounds[-1] != total or (np.diff(bounds) <= 0).any():
             return f"boundaries must rise from 0 to {total}, found {bounds.tolist()[:20]}"
         segments, num_pieces = len(bounds) - 1, len(row.doc_ids)
@@ -169,97 +232,25 @@ class RowRules:
         return None
 
 
-def _add(sums: _Sums, row: Row) -> None:
-    bounds = row.boundaries.astype(np.int64)
-    lengths = bounds[1:] - bounds[:-1]
-    pieces = lengths[: len(row.doc_ids)]
-    sums.rows += 1
-    sums.tokens += int(pieces.sum())
-    sums.targets += int(row.loss_mask.sum())
-    sums.squared += int((pieces**2).sum())
-    sums.max_segments = max(sums.max_segments, len(lengths))
-    sums.max_segment = max(sums.max_segment, int(lengths.max()))
-    sums.max_token_id = max(sums.max_token_id, int(row.input_ids.max()))
-    sums.lengths += pieces.tolist()
-    sums.pieces_per_row.append(len(pieces))
-    sums.numbers += zip(row.doc_ids.tolist(), row.pieces.tolist(), strict=True)
-
-
-def _totals(dataset: PackedDataset, sums: _Sums, shard_sums: list[list[int]]) -> list[tuple[str, Any, Any]]:
-    """(name, as listed, as found) of everything that the rows and rejects determine."""
-    manifest = dataset.manifest
-    totals, limits = manifest.totals, manifest.limits
-    lines = _rejects(dataset)
-    kinds = Counter(line.what for line in lines)
-    reasons = Counter(line.reason for line in lines if line.what == "rejected")
-    rejected = {line.doc_id for line in lines if line.what == "rejected"}
-    packed = {doc_id for doc_id, _ in sums.numbers}
-    width = piece_width(manifest.max_tokens)
-    shards = [[s["rows"], s["pieces"], s["tokens"], s["targets"]] for s in manifest.files["shards"]]
-    return [
-        ("rows, pieces, tokens, targets by shard", shards, shard_sums),
-        ("rows of all shards but the last", [s["rows"] for s in manifest.files["shards"][:-1]],
-         [rows_per_shard(manifest.max_tokens)] * (len(shards) - 1)),
-        ("totals.rows", totals["rows"], sums.rows),
-        ("totals.pieces", totals["pieces"], len(sums.lengths)),
-        ("totals.tokens", totals["tokens"], sums.tokens),
-        ("totals.targets", totals["targets"], sums.targets),
-        ("totals.padding", totals["padding"], sums.rows * manifest.max_tokens - sums.tokens),
-        ("totals.documents", totals["documents"], len(packed)),
-        ("totals.rejected", totals["rejected"], dict(reasons)),
-        ("totals.documents and rejected together", totals["documents"] + sum(totals["rejected"].values()),
-         totals["chats_read"]),
-        ("totals.chats_read", totals["chats_read"], len(packed) + len(rejected)),
-        ("totals.truncated", totals["truncated"], kinds["truncated"]),
-        ("totals.split", totals["split"], kinds["split"]),
-        ("totals.escaped", totals["escaped"], kinds["escaped"]),
-        ("totals.tokens_rendered", totals["tokens_rendered"],
-         sums.tokens + totals["tokens_cut"] + totals["tokens_rejected"]),
-        ("limits.max_segments_per_row", limits["max_segments_per_row"], sums.max_segments),
-        ("limits.max_segment_tokens", limits["max_segment_tokens"], sums.max_segment),
-        ("limits.max_token_id", limits["max_token_id"], sums.max_token_id),
-        ("limits.sum_of_squared_lengths", limits["sum_of_squared_lengths"], sums.squared),
-        ("histograms", manifest.histograms, {"piece_tokens": histogram(sums.lengths, width),
-                                             "pieces_per_row": histogram(sums.pieces_per_row, 1)}),
-        ("documents both packed and rejected", [], sorted(packed & rejected)[:5]),
-        ("documents beyond chats_read", [], sorted(d for d in packed | rejected if d >= totals["chats_read"])[:5]),
-        ("documents whose pieces are not numbered 0, 1, 2 ... once each", [], _misnumbered(sums.numbers)),
-    ]  # fmt: skip
-
-
-def _misnumbered(numbers: list[tuple[int, int]]) -> list[int]:
-    """A document's pieces are numbered 0 to n - 1, each once: sorted, each is 0 or one more than the last."""
-    table = np.array(sorted(numbers), np.int64).reshape(-1, 2)
-    first = np.diff(table[:, 0], prepend=-1) != 0
-    right = np.where(first, table[:, 1] == 0, np.diff(table[:, 1], prepend=0) == 1)
-    return [int(doc_id) for doc_id in table[~right, 0][:5]]
-
-
-def _rejects(dataset: PackedDataset) -> list[Reject]:
-    path = dataset.path / "rejects.jsonl"
-    try:
-        lines = parse_rejects(path.read_bytes())
-    except ValueError as error:
-        raise DatasetError(f"{path}: {error}. Pack again.") from None
-    keys = [(line.doc_id, line.what) for line in lines]
-    if keys != sorted(set(keys)):
-        raise DatasetError(f"{path}: lines must be sorted, one for each (doc_id, what). Pack again.")
-    for line in lines:
-        known = line.reason in REJECT_REASONS if line.what == "rejected" else line.reason == ""
-        if line.what not in REJECT_KINDS or not known:
-            raise DatasetError(f"{path}: document {line.doc_id}: unknown {line.what!r}, {line.reason!r}. Pack again.")
-    return lines
-
-
 def _tokenizer(dataset: PackedDataset) -> TokenizerFiles:
-    """The dataset's own tokenizer, checked against the recipe's digests."""
+    """The dataset's own tokenizer, checked against the recipe: digests, then what it holds."""
     recipe = dataset.manifest.recipe["tokenizer"]
     folder = dataset.path / "tokenizer"
     for name, digest in (("tokenizer.json", "tokenizer_sha256"), (TEMPLATE_FILE, "template_sha256")):
-        found = hashlib.sha256((folder / name).read_bytes()).hexdigest()
+        try:
+            found = hashlib.sha256((folder / name).read_bytes()).hexdigest()
+        except OSError as error:
+            raise DatasetError(f"{folder / name} cannot be read ({error.strerror}). Pack again.") from None
         if found != recipe[digest]:
             raise DatasetError(f"{folder / name}: sha256 is {found}, the recipe says {recipe[digest]}. Pack again.")
-    return read_folder(folder, model=None)
+    try:
+        files = read_folder(folder, model=recipe["model"])
+        held = files.recipe(recipe["template_kwargs"])
+    except (ValueError, TypeError, OSError) as error:
+        raise DatasetError(f"{folder}: no tokenizer that this can use ({error}). Pack again.") from None
+    if differing := differing_fields(recipe, {name: held.get(name) for name in recipe}, "recipe.tokenizer"):
+        raise DatasetError(f"{folder}: not what the recipe says (there -> found): {differing[0]}. Pack again.")
+    return files
 
 
 # ------------------------------------------------------------------------------------------------ show

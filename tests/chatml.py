@@ -1,13 +1,20 @@
-"""A throw-away tokenizer and small ChatML templates of our own, one for each way that templates treat reasoning."""
+"""A throw-away tokenizer, small ChatML templates of our own, and what tests of rendering and encoding ask of both.
+
+There is one template for each way that templates treat reasoning; Qwen's own are read from QWEN_FIXTURES.
+"""
 
 import json
+import re
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from pipeline.encode import Document, Encoder
+from pipeline.manifest import REJECT_REASONS
+from pipeline.render import Renderer, Rendering
 from pipeline.source import Conversation, Reject
 from pipeline.tokenizer import TokenizerFiles, read_folder
 
@@ -57,6 +64,10 @@ SPLITS = TOOLS.replace("SPLIT", "true")
 """Takes reasoning out of the content itself, as Qwen3 does; the last answer alone keeps it."""
 FIELD = TOOLS.replace("SPLIT", "false")
 """Reads reasoning_content alone, as Qwen3.8 does."""
+OWN = {"plain": PLAIN, "splits": SPLITS, "field": FIELD}
+QWEN = ("qwen3", "qwen3_instruct_2507", "qwen3_5_think", "qwen3_5_nothink", "qwen3_6", "qwen3_8")
+
+TURN = {"role": "assistant", "content": "hi"}
 
 
 @cache
@@ -112,6 +123,26 @@ def encode_one(encoder: Encoder, messages: Any, tools: Any = None, *, doc_id: in
     return next(item for item in found if isinstance(item, Document) or item.what == "rejected")
 
 
+def documents(encoder: Encoder, chats: list[Any], *, escaped: bool = False) -> list[Document]:
+    """One Document a chat, nothing rejected; ``escaped`` allows chats with control strings."""
+    found = encoder.encode([Conversation(doc_id=i, messages=messages) for i, messages in enumerate(chats)])
+    for item in found:
+        assert isinstance(item, Document) or (escaped and item.what == "escaped"), item
+    return [item for item in found if isinstance(item, Document)]
+
+
+def mask_by_offsets(tokenizer: Tokenizer, text: str) -> list[bool]:
+    """Targets derived from character offsets, for chats without reasoning.
+
+    They are the answers, past an empty think block, to the end of turn.
+    """
+    span = re.compile(r"<\|im_start\|>assistant\n(?:<think>\n\n</think>\n\n)?(.*?<\|im_end\|>)", re.DOTALL)
+    inside = np.zeros(len(text) + 1, bool)
+    for match in span.finditer(text):
+        inside[slice(*match.span(1))] = True
+    return [bool(inside[start]) for start, _ in tokenizer.encode(text, add_special_tokens=False).offsets]
+
+
 @cache
 def library(tokenizer: str) -> Tokenizer:
     """The library's tokenizer from the text of a tokenizer.json."""
@@ -132,3 +163,48 @@ def target_texts(files: TokenizerFiles, document: Document) -> list[str]:
             runs[-1].append(token) if previous else runs.append([token])
         previous = is_target
     return [decoded(files, run) for run in runs]
+
+
+def after(*messages: Any) -> list[Any]:
+    """A user's message and then these."""
+    return [{"role": "user", "content": "hello"}, *messages]
+
+
+def renderer(template: str, **more: Any) -> Renderer:
+    """A renderer that knows the throw-away tokenizer's control strings."""
+    arguments: dict[str, Any] = {"special_tokens": {}, "control_strings": CONTROL, "template_kwargs": {}}
+    return Renderer(template, **(arguments | more))
+
+
+def rendered(found: Renderer, messages: Any, tools: Any = None, *, doc_id: int = 1) -> Rendering:
+    """The rendering of a chat that is one."""
+    out = found.render(Conversation(doc_id=doc_id, messages=messages, tools=tools))
+    assert isinstance(out, Rendering), out
+    return out
+
+
+def refused(found: Renderer, messages: Any, tools: Any = None) -> tuple[str, str]:
+    """Reason and detail of a chat's rejection."""
+    out = found.render(Conversation(doc_id=1, messages=messages, tools=tools))
+    assert isinstance(out, Reject), out
+    assert out.what == "rejected"
+    assert out.reason in REJECT_REASONS
+    return out.reason, out.detail
+
+
+def restored(found: Renderer, rendering: Rendering) -> str:
+    """The text of a rendering, what the chat contains put back."""
+    return "".join(part for part, _ in found.segments(rendering))
+
+
+def by_transformers(template: str, messages: Any, tools: Any = None, **kwargs: Any) -> str:
+    """The text that apply_chat_template gives."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    return str(render_jinja_template([messages], tools=tools, chat_template=template, **kwargs)[0][0])
+
+
+@cache
+def qwen_template(folder: Path, name: str) -> str:
+    """Source of one of Qwen's templates in the folder QWEN_FIXTURES."""
+    return (folder / "chat_templates" / f"{name}.jinja").read_text("utf-8")

@@ -203,6 +203,52 @@ def test_the_same_data_elsewhere_is_the_same_dataset_and_a_changed_file_is_not(m
     assert len(prints) == 4
 
 
+def test_rehash_finds_a_source_that_changed_behind_the_same_size_time_and_inode(make: Any, tmp_path: Path) -> None:
+    lines = tmp_path / "chats.jsonl"
+    lines.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in small_chats(60)))
+    first = pack(make(source=str(lines)))
+    stat, text = lines.stat(), lines.read_text()
+    with lines.open("r+") as file:
+        file.write(text.replace("star", "moon"))
+    os.utime(lines, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert [lines.stat().st_size, lines.stat().st_ino] == [stat.st_size, stat.st_ino]
+    assert pack(make(source=str(lines))).fingerprint == first.fingerprint  # remembered: the file is not read
+    with pytest.raises(DatasetError, match=r"asked for\):\n  source\[0\]\.files\[0\]\.sha256: '\w+' -> '\w+'\nChoose"):
+        pack(make(source=str(lines), rehash=True))
+    other = pack(make(source=str(lines), out=tmp_path / "other"))  # what rehash found is remembered in turn
+    assert other.fingerprint != first.fingerprint
+    assert other.dataset_id != first.dataset_id
+
+
+def test_a_changed_source_is_refused_for_the_same_folder_and_the_differing_fields_named(
+    make: Any, tmp_path: Path
+) -> None:
+    lines = tmp_path / "chats.jsonl"
+    lines.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in small_chats(60)))
+    first = pack(make(source=str(lines)))
+    before = content(make().out)
+    lines.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in small_chats(61)))
+    with pytest.raises(DatasetError, match=r"another recipe[^$]*files\[0\]\.bytes[^$]*files\[0\]\.sha256"):
+        pack(make(source=str(lines)))
+    assert content(make().out) == before
+    assert pack(make(source=str(lines), out=tmp_path / "other")).fingerprint != first.fingerprint
+
+
+def test_without_arguments_and_a_network_pack_says_within_30_seconds_what_it_could_not_reach(tmp_path: Path) -> None:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen(64)  # connections open and nobody answers: the slowest way to have no network
+        hub = f"http://127.0.0.1:{server.getsockname()[1]}"
+        root = Path(__file__).resolve().parent.parent
+        env = os.environ | {"HF_ENDPOINT": hub, "HF_HOME": str(tmp_path / "hf"), "PYTHONPATH": str(root)}
+        done = subprocess.run(command(), capture_output=True, text=True, timeout=30, env=env, cwd=tmp_path)
+    assert done.returncode == 2, done.stderr
+    assert "HuggingFaceH4/ultrachat_200k" in done.stderr
+    assert "--source data/sample --tokenizer data/sample" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "data" / "packed").exists()
+
+
 def test_foreign_files_are_refused_and_kept(make: Any) -> None:
     settings = make()
     settings.out.mkdir()

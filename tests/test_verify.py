@@ -1,14 +1,22 @@
 """Every invariant that verify recomputes is broken once and found."""
 
+import contextlib
+import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
 
+import pipeline.accounts
 import pipeline.verify
 from pipeline.manifest import MANIFEST, DatasetError, Manifest
 from pipeline.pack import Settings, pack
@@ -16,6 +24,7 @@ from pipeline.shards import PackedDataset, Row
 from pipeline.verify import RowRules, main, show, verify_semantics
 from tests.chatml import write_tokenizer
 from tests.chats import small_chats, write_parquet
+from tests.forge import sealed
 
 
 @pytest.fixture(scope="module")
@@ -128,9 +137,82 @@ def test_rejections_without_a_line_are_found(packed: Path) -> None:
         verify_semantics(forged(packed, "totals", "rejected", {"no_target": 1}))
 
 
+def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The path of every field of a recipe, inner ones too."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in items:
+        yield (*path, key)
+        yield from leaves(inner, (*path, key))
+
+
+def with_recipe(dataset: Path, change: Callable[[dict[str, Any]], None]) -> PackedDataset:
+    """The dataset with another recipe, identities and checksum right; the manifest as a reader gets it."""
+    body = json.loads((dataset / MANIFEST).read_bytes())
+    change(body["recipe"])
+    return PackedDataset(dataset, Manifest.from_bytes(sealed(body)))
+
+
+def test_a_recipe_that_lacks_a_field_or_holds_another_type_is_refused_by_the_fields_name(packed: Path) -> None:
+    paths = list(leaves(Manifest.read(packed).recipe))
+    assert ("tokenizer", "pad_token_id") in paths
+    for path in paths:
+        if path[:2] in {("tokenizer", "template_kwargs"), ("tokenizer", "special_tokens")} or isinstance(path[-1], int):
+            continue
+
+        def lose(recipe: dict[str, Any], path: tuple[Any, ...] = path) -> None:
+            del reduce(getitem, path[:-1], recipe)[path[-1]]
+
+        def mistype(recipe: dict[str, Any], path: tuple[Any, ...] = path) -> None:
+            reduce(getitem, path[:-1], recipe)[path[-1]] = True
+
+        for change, words in ((lose, "is missing"), (mistype, "must be")):
+            with pytest.raises(DatasetError, match=rf"recipe\.\S*{path[-1]} {words}"):
+                verify_semantics(with_recipe(packed, change))
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+@hypothesis_settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_any_recipe_is_verified_or_refused_with_a_dataset_error(packed: Path, data: st.DataObject) -> None:
+    path = data.draw(st.sampled_from(list(leaves(Manifest.read(packed).recipe))))
+    value = data.draw(JSON)
+
+    def change(recipe: dict[str, Any]) -> None:
+        reduce(getitem, path[:-1], recipe)[path[-1]] = value
+
+    with contextlib.suppress(DatasetError):
+        verify_semantics(with_recipe(packed, change))
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "words"),
+    [
+        (("pack", "max_tokens"), 100, r"recipe\.pack\.max_tokens: 100 -> 200"),
+        (("shards", "rows_per_batch"), 16, r"recipe\.shards\.rows_per_batch: 16 -> 8"),
+        (("tokenizer", "pad_token_id"), 3, r"recipe\.tokenizer\.pad_token_id: 3 -> "),
+        (("tokenizer", "vocab_size"), 10**6, r"recipe\.tokenizer\.vocab_size: 1000000 -> "),
+        (("tokenizer", "eos_token_ids"), [], r"recipe\.tokenizer\.eos_token_ids: \[\] -> "),
+        (("pack", "overflow"), "stretch", r"recipe\.pack\.overflow must be one of"),
+        (("encode", "targets"), 0, r"recipe\.encode\.targets must be one of"),
+    ],
+)
+def test_a_recipe_that_contradicts_the_dataset_is_refused(packed: Path, path: Any, value: Any, words: str) -> None:
+    def change(recipe: dict[str, Any]) -> None:
+        reduce(getitem, path[:-1], recipe)[path[-1]] = value
+
+    with pytest.raises(DatasetError, match=words):
+        verify_semantics(with_recipe(packed, change))
+
+
 def test_pieces_that_are_not_numbered_once_each_are_found() -> None:
-    assert pipeline.verify._misnumbered([(3, 1), (3, 0), (9, 0)]) == []
-    assert pipeline.verify._misnumbered([(1, 1), (2, 0), (2, 0), (3, 0), (3, 2)]) == [1, 2, 3]
+    assert pipeline.accounts.misnumbered([(3, 1), (3, 0), (9, 0)]) == []
+    assert pipeline.accounts.misnumbered([(1, 1), (2, 0), (2, 0), (3, 0), (3, 2)]) == [1, 2, 3]
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *args: str) -> int:

@@ -1,0 +1,87 @@
+"""Templates: those that cannot serve are refused at the start, and the Jinja environment is transformers' own."""
+
+from pathlib import Path
+
+import pytest
+
+from pipeline.template import ChatTemplate
+from tests.chatml import PLAIN, by_transformers, chat, qwen_template, rendered, renderer
+
+# Refusals at the start
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (
+            "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}",
+            r"not ChatML-like: expected .*\[user\]",
+        ),
+        (PLAIN.replace("<|im_end|>\n", "<|im_end|>"), "not ChatML-like"),
+        ("<s>" + PLAIN, "not ChatML-like"),
+        (PLAIN.replace("{{ m.content }}", ""), "not ChatML-like"),
+        (PLAIN + "{{ '<|im_start|>assistant\n' }}", "not ChatML-like"),
+        ("", "not ChatML-like"),
+        ("{% for", "not valid Jinja"),
+        ("{{ raise_exception('set a mood') }}", "fails on a plain chat.*set a mood"),
+        ("{{ missing.attribute.of }}", "fails on a plain chat.*UndefinedError"),
+        ("{{ strftime_now('%d') }}" + PLAIN, "strftime_now"),
+        ("{% if tools %}{{ strftime_now('%d') }}{% endif %}" + PLAIN, "strftime_now"),
+        ("{% if messages[0].role == 'system' %}{{ strftime_now('%d') }}{% endif %}" + PLAIN, "strftime_now"),
+        ("{% if not tools and messages[0].role == 'system' %}{{ strftime_now() }}{% endif %}" + PLAIN, "strftime_now"),
+    ],
+)
+def test_a_template_that_cannot_serve_is_refused_at_the_start_with_the_reason(template: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        renderer(template)
+
+
+def test_a_date_asked_for_later_ends_the_run_and_rejects_nothing() -> None:
+    found = renderer("{% if messages|length > 5 %}{{ strftime_now('%d') }}{% endif %}" + PLAIN)
+    with pytest.raises(ValueError, match="strftime_now"):
+        rendered(found, chat(*"abcdef"))
+
+
+def test_a_guarded_date_is_no_reason_to_refuse() -> None:
+    guarded = "{% if strftime_now is defined %}{{ strftime_now('%d') }}{% endif %}" + PLAIN
+    assert rendered(renderer(guarded), chat("a", "b")).text == by_transformers(PLAIN, chat("a", "b"))
+
+
+def test_wrong_template_kwargs_are_said_at_the_start(qwen_fixtures: Path) -> None:
+    template = qwen_template(qwen_fixtures, "qwen3_8")
+    with pytest.raises(ValueError, match=r"Unexpected reasoning effort bogus.*--template-kwargs"):
+        renderer(template, template_kwargs={"reasoning_effort": "bogus"})
+    with pytest.raises(ValueError, match=r"'messages'.*--template-kwargs"):
+        renderer(template, template_kwargs={"messages": []})
+
+
+# The Jinja environment
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ {'b': '<é>&', 'a': [1, none, true, 1.5]} | tojson }}",
+        "{{ {'b': 'é', 'a': 1} | tojson(true) }}{{ {'b': 'é', 'a': 1} | tojson(indent=2, sort_keys=true) }}",
+        "{{ [1, 2] | tojson(separators=(',', ':')) }}",
+        "{% for m in messages %}{% if loop.index == 2 %}{% continue %}{% endif %}{{ m.role }}{% if loop.index == 3 %}"
+        "{% break %}{% endif %}{% endfor %}",
+        "{% set x = 1 %}a {% generation %}\n  b{% set x = 2 %} {{ x }}{% endgeneration %}\n {{ x }} c",
+        "{% for m in messages %}{%- generation -%} {{ m.content }}{{ loop.index }} {%- endgeneration -%}{% endfor %}",
+        "{% set n = namespace(x=1) %}{% generation %}{% set n.x = 2 %}{% endgeneration %}{{ n.x }}",
+        "  {% if true %}\n    x\n  {% endif %}\n{{ documents is none }}{{ tools is none }}\n\n",
+        "{{ messages[0] | items | list | length }}{{ add_generation_prompt }}{{ mood | default('calm') }}",
+        "{% macro f(x) %}{{ x | trim }}{% endmacro %}{{ f(' a\u00a0') }}{{ messages[::-1] | length }}\r\n",
+    ],
+)
+def test_the_environment_is_that_of_transformers(source: str) -> None:
+    messages = chat("a", "b", "c", "d")
+    assert ChatTemplate(source, {"mood": "gay"})(messages) == by_transformers(source, messages, mood="gay")
+
+
+@pytest.mark.parametrize(
+    "source", ["{{ messages.append(1) }}", "{{ ''.__class__.__mro__ }}", "{{ raise_exception('x') }}"]
+)
+def test_the_sandbox_holds(source: str) -> None:
+    with pytest.raises(Exception, match=r"x|unsafe|undefined|append"):
+        ChatTemplate(source, {})(chat("a", "b"))

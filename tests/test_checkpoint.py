@@ -12,7 +12,9 @@ import torch
 from tests.tiny import batch_of, random_documents, tiny_model
 from trainer import checkpoint
 from trainer.checkpoint import CheckpointError, latest, load, load_latest, prune, save, steps, verify
+from trainer.lora import add_adapters
 from trainer.model import Qwen3_5ForCausalLM
+from trainer.optimizer import make_optimizer
 
 CURSOR = {"version": 1, "rows_seen": 3}
 
@@ -51,7 +53,7 @@ def run(tmp_path: Path) -> tuple[Path, Qwen3_5ForCausalLM, torch.optim.AdamW]:
     return tmp_path / "run", model, optimizer
 
 
-Run = tuple[Path, Qwen3_5ForCausalLM, torch.optim.AdamW]
+Run = tuple[Path, Qwen3_5ForCausalLM, torch.optim.Optimizer]
 
 
 def fresh() -> tuple[Qwen3_5ForCausalLM, torch.optim.AdamW]:
@@ -111,16 +113,67 @@ def test_dtypes_survive_a_resume(tmp_path: Path) -> None:
         assert torch.equal(found, wanted), name
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_masters_and_adapters_are_resumed_bit_by_bit_in_the_middle_of_a_run(tmp_path: Path, dtype: torch.dtype) -> None:
+    def begin(seed: int) -> tuple[Qwen3_5ForCausalLM, torch.optim.Optimizer]:
+        model = tiny_model(seed=1).to_dtype(dtype)
+        add_adapters(model, rank=3, alpha=6.0, seed=seed)
+        return model, make_optimizer(model, lr=1e-2, weight_decay=0.1)
+
+    torch.manual_seed(4)
+    model, optimizer = begin(seed=0)
+    train(model, optimizer, first=1, last=2)
+    path = save_step((tmp_path, model, optimizer), 2)
+    expected = train(model, optimizer, first=3, last=4)
+    torch.manual_seed(5)
+    resumed, its_optimizer = begin(seed=9)
+    load(path, model=resumed, optimizer=its_optimizer)
+    assert train(resumed, its_optimizer, first=3, last=4) == expected
+    for (name, found), wanted in zip(resumed.named_parameters(), model.parameters(), strict=True):
+        assert torch.equal(found, wanted), name
+        for kind, tensor in optimizer.state[wanted].items():
+            assert torch.equal(its_optimizer.state[found][kind], tensor), (name, kind)
+    sizes = {file.name: file.stat().st_size for file in path.iterdir()}
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert sizes["model.safetensors"] + sizes["optimizer.safetensors"] < 12 * trained + 30_000  # and headers
+
+
+def test_adapters_are_not_resumed_on_other_frozen_weights(tmp_path: Path) -> None:
+    def begin(seed: int) -> tuple[Qwen3_5ForCausalLM, torch.optim.Optimizer]:
+        model = tiny_model(seed=seed)
+        add_adapters(model, rank=3, alpha=6.0, seed=0)
+        return model, make_optimizer(model, lr=1e-2, weight_decay=0.1)
+
+    path = save_step((tmp_path, *begin(seed=1)), 2)
+    other, its_optimizer = begin(seed=2)
+    before = {name: p.detach().clone() for name, p in other.named_parameters()}
+    with pytest.raises(CheckpointError, match="frozen weights are not those that the run began with"):
+        load(path, model=other, optimizer=its_optimizer)
+    assert all(torch.equal(p, before[name]) for name, p in other.named_parameters())
+
+
+@pytest.mark.parametrize(("saved", "here"), [("bf16", "fp32"), ("fp32", "bf16")])
+def test_a_checkpoint_of_another_precision_is_refused(tmp_path: Path, saved: str, here: str) -> None:
+    dtypes = {"bf16": torch.bfloat16, "fp32": torch.float32}
+    model = tiny_model().to_dtype(dtypes[saved])
+    optimizer = make_optimizer(model, lr=1e-2, weight_decay=0.1)
+    train(model, optimizer, first=1, last=1)
+    path = save_step((tmp_path, model, optimizer), 1)
+    other = tiny_model().to_dtype(dtypes[here])
+    with pytest.raises(CheckpointError, match=r"resume with the --model, --method and --precision"):
+        load(path, model=other, optimizer=make_optimizer(other, lr=1e-2, weight_decay=0.1))
+
+
 def test_a_checkpoint_of_another_model_or_optimizer_is_refused_and_changes_nothing(run: Run) -> None:
     path = save_step(run, 2)
     for model in (tiny_model(hidden_size=32), tiny_model().to_dtype(torch.bfloat16), tiny_model(num_hidden_layers=3)):
         before = {name: p.detach().clone() for name, p in model.named_parameters()}
-        with pytest.raises(CheckpointError, match="resume with the --model and --precision"):
+        with pytest.raises(CheckpointError, match="resume with the --model, --method and --precision"):
             load(path, model=model, optimizer=optimizer_of(model))
         assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
     model = tiny_model(seed=3)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    with pytest.raises(CheckpointError, match="parameter groups differ"):
+    with pytest.raises(CheckpointError, match="optimizer or its parameter groups differ"):
         load(path, model=model, optimizer=torch.optim.AdamW(model.parameters()))
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
 
@@ -176,7 +229,7 @@ def test_damage_is_found_and_the_file_named(run: Run, name: str, how: str) -> No
     assert not optimizer.state
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"version": 1}'])
+@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"version": 2}'])
 def test_a_damaged_state_file_is_named(run: Run, content: str) -> None:
     path = save_step(run, 2)
     (path / "state.json").write_text(content, encoding="utf-8")
@@ -186,8 +239,8 @@ def test_a_damaged_state_file_is_named(run: Run, content: str) -> None:
 
 def test_a_later_version_is_refused(run: Run) -> None:
     file = save_step(run, 2) / "state.json"
-    file.write_text(json.dumps({**json.loads(file.read_text(encoding="utf-8")), "version": 2}), encoding="utf-8")
-    with pytest.raises(CheckpointError, match="version 2; this program reads version 1"):
+    file.write_text(json.dumps({**json.loads(file.read_text(encoding="utf-8")), "version": 3}), encoding="utf-8")
+    with pytest.raises(CheckpointError, match="version 3; this program reads version 2"):
         verify(file.parent)
 
 

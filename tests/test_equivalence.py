@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import Qwen3_5ForCausalLM as Reference
 
 from tests.tiny import LENGTHS, PAD, batch_of, random_documents, row_of, tiny_config, tiny_model
@@ -232,7 +233,7 @@ def test_rotary_positions_come_from_the_batch() -> None:
 
 def test_recomputing_layers_changes_no_gradient() -> None:
     plain, recomputed = tiny_model(), tiny_model()
-    recomputed.set_recompute(enabled=True)
+    recomputed.set_recompute(2)
     batch = batch_of(random_documents([40, 25]))
     plain(batch).backward()
     recomputed(batch).backward()
@@ -288,3 +289,36 @@ def test_greedy_generation_equals_transformers_and_stops_at_an_end_id() -> None:
     assert generate_greedy(model, prompt, max_new_tokens=12, eos_ids=[stop]) == expected[: expected.index(stop) + 1]
     with pytest.raises(ValueError, match="nothing to continue"):
         generate_greedy(model, [], max_new_tokens=1, eos_ids=[])
+
+
+def test_cheap_tensors_computed_again_give_the_same_gradients_and_are_not_held() -> None:
+    batch = batch_of(random_documents([40, 1, 23]), tail=3)
+
+    def run(*, again: bool) -> tuple[list[Tensor], list[bool]]:
+        made: list[StorageWeakRef] = []
+
+        def watched(function: Callable[..., Any]) -> Callable[..., Any]:
+            def call(*arguments: Any) -> Any:
+                out = function(*arguments)
+                cheap = out[1] if isinstance(out, tuple) else out
+                made.append(StorageWeakRef(cheap.untyped_storage()))
+                return out
+
+            return call
+
+        kernels = dataclasses.replace(select(CPU), rematerialize=again)
+        names = ("add_rms_norm", "output_gate", "gated_rms_norm", "swiglu")
+        kernels = dataclasses.replace(kernels, **{name: watched(getattr(kernels, name)) for name in names})
+        model = tiny_model(kernels=kernels)
+        loss = model(batch)
+        released = [reference.expired() for reference in made]
+        loss.backward()
+        return [p.grad for p in model.parameters() if p.grad is not None], released
+
+    plain, released = run(again=False)
+    assert not any(released[:-1])  # nobody holds the last norm's output: the loss has done its backward pass
+    again, released = run(again=True)
+    assert all(released)
+    assert len(released) == 4 * 2 + 4 + 4  # norms but the first, gates, swiglu
+    assert len(plain) == len(list(tiny_model().parameters()))
+    assert all(torch.equal(one, two) for one, two in zip(plain, again, strict=True))

@@ -272,7 +272,7 @@ def test_the_loss_and_its_gradients_equal_torchs_for_any_block(block: int, monke
     monkeypatch.setattr(reference, "LOSS_BLOCK", block)
     hidden, weight, labels = loss_inputs()
     assert_same_results_and_gradients(
-        lambda h, w: reference.loss(h, w, labels),
+        lambda h, w: reference.loss(h, w, labels, int((labels != IGNORE_INDEX).sum())),
         lambda h, w: F.cross_entropy(h @ w.T, labels, reduction="sum", ignore_index=IGNORE_INDEX),
         [hidden, weight],
     )
@@ -282,13 +282,13 @@ def test_the_loss_never_makes_logits_of_all_tokens(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(reference, "LOSS_BLOCK", 4096)
     hidden, weight = torch.randn(1024, 4, requires_grad=True), torch.randn(512, 4, requires_grad=True)
     with Largest() as largest:
-        reference.loss(hidden, weight, torch.arange(1024) % 512).backward()  # type: ignore[no-untyped-call]
+        reference.loss(hidden, weight, torch.arange(1024) % 512, 1024).backward()  # type: ignore[no-untyped-call]
     assert largest.num_elements <= 4096
 
 
 def test_the_loss_without_targets_is_zero_with_zero_gradients() -> None:
     hidden, weight, labels = loss_inputs()
-    total = reference.loss(hidden, weight, torch.full_like(labels, IGNORE_INDEX))
+    total = reference.loss(hidden, weight, torch.full_like(labels, IGNORE_INDEX), 0)
     assert total.item() == 0.0
     assert all(torch.count_nonzero(g) == 0 for g in torch.autograd.grad(total, [hidden, weight]))
 
@@ -296,7 +296,7 @@ def test_the_loss_without_targets_is_zero_with_zero_gradients() -> None:
 def test_the_loss_is_fp32_and_finite_for_bf16_and_for_huge_logits() -> None:
     hidden = torch.full((3, 4), 1e3, dtype=torch.bfloat16, requires_grad=True)
     weight = torch.randn(9, 4, generator=torch.Generator().manual_seed(0)).bfloat16().requires_grad_()
-    total = reference.loss(hidden, weight, torch.tensor([1, 2, 3]))
+    total = reference.loss(hidden, weight, torch.tensor([1, 2, 3]), 3)
     total.backward()  # type: ignore[no-untyped-call]
     assert total.dtype == torch.float32
     assert total.isfinite()
@@ -308,7 +308,7 @@ def test_the_loss_is_fp32_and_finite_for_bf16_and_for_huge_logits() -> None:
 def test_evaluation_computes_no_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     hidden, weight, labels = loss_inputs()
     with torch.no_grad():
-        total = reference.loss(hidden, weight, labels)
+        total = reference.loss(hidden, weight, labels, int((labels != IGNORE_INDEX).sum()))
     assert not total.requires_grad
     expected = F.cross_entropy(hidden @ weight.T, labels, reduction="sum")
     torch.testing.assert_close(total, expected.detach())
@@ -327,9 +327,10 @@ def test_a_cpu_gets_the_references_and_the_table_says_why() -> None:
 def test_references_on_a_gpu_are_refused_with_the_packages_and_the_flag() -> None:
     with pytest.raises(ValueError, match="--accept-slow-kernels") as caught:
         select(torch.device("cuda"))
-    for operation, package in kernels.FUSED_PACKAGES.items():
-        assert operation in str(caught.value)
-        assert package in str(caught.value)
+    for operation in kernels.TABLE:
+        assert f"  {operation}: " in str(caught.value)
+    for package in ("flash-qla", "flash-linear-attention", "causal-conv1d"):
+        assert f"{package} is not installed" in str(caught.value)
     assert select(torch.device("cuda"), accept_slow=True).table
 
 
@@ -343,15 +344,32 @@ def test_the_preferred_implementation_wins_and_a_passed_over_one_is_explained(mo
     monkeypatch.setitem(kernels.TABLE, "swiglu", (fused(obstacle=None), *slow))
     assert select(torch.device("cpu")).swiglu is torch.mul
     monkeypatch.setitem(kernels.TABLE, "swiglu", (fused(obstacle="not importable"), *slow))
-    chosen = select(torch.device("cpu"))
+    chosen = select(torch.device("cuda"), accept_slow=True)
     assert chosen.swiglu is reference.swiglu
-    assert next(choice.why for choice in chosen.table if choice.operation == "swiglu") == "fast: not importable"
+    assert next(choice.why for choice in chosen.table if choice.operation == "swiglu").startswith(
+        "fast: not importable"
+    )
+
+
+def test_a_slower_fused_kernel_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fused(name: str, *, obstacle: str | None) -> kernels.Implementation:
+        return kernels.Implementation(
+            name=name, fused=True, obstacle=lambda device: obstacle, load=lambda: (torch.mul, "9.9")
+        )
+
+    first, second = fused("fast", obstacle="not importable"), fused("less fast", obstacle=None)
+    monkeypatch.setitem(kernels.TABLE, "swiglu", (first, second, *kernels.TABLE["swiglu"]))
+    assert select(torch.device("cuda"), accept_slow=True).warnings() == [
+        "swiglu runs on less fast, slower than the first choice (fast: not importable)"
+    ]
+    monkeypatch.setitem(kernels.TABLE, "swiglu", (second, *kernels.TABLE["swiglu"]))
+    assert select(torch.device("cuda"), accept_slow=True).warnings() == []
 
 
 def test_a_cpu_machine_imports_no_gpu_package() -> None:
     code = (
         "import sys, torch; from trainer.kernels import select; select(torch.device('cpu'));"
-        "print([m for m in ('triton', 'fla', 'causal_conv1d', 'liger_kernel') if m in sys.modules])"
+        "print([m for m in ('triton', 'fla', 'causal_conv1d', 'flash_qla', 'torch._inductor') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

@@ -5,7 +5,9 @@ import re
 import subprocess
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +17,16 @@ from transformers import Qwen3_5TextConfig
 from tests.tiny import batch_of, random_documents, tiny_config
 from trainer import memory
 from trainer.kernels import select
-from trainer.memory import GIB, Workload, available_bytes, estimate, num_parameters, require
+from trainer.lora import add_adapters
+from trainer.memory import (
+    GIB,
+    Workload,
+    available_bytes,
+    estimate,
+    num_adapter_parameters,
+    num_parameters,
+    require,
+)
 from trainer.model import Qwen3_5ForCausalLM
 from trainer.sizes import SIZES, ModelConfig
 
@@ -101,9 +112,75 @@ def test_fewer_rows_at_a_time_are_suggested_where_they_are_enough() -> None:
     config = tiny_config()
     several = workload(config, micro_rows=8)
     available = int(estimate(dataclasses.replace(several, micro_rows=1)).num_bytes / memory.USABLE) + 1
-    with pytest.raises(ValueError, match=r"--micro-rows 1 \(more micro-steps") as caught:
+    with pytest.raises(ValueError, match=r"--micro-rows 1 .*\(more micro-steps") as caught:
         require(several, available=available, where="this machine", alternatives={})
     assert "--max-tokens 512" in str(caught.value)
+
+
+H200 = int(139.8 * GIB)
+"""Free on one."""
+
+
+def on_gpu(name: str, **changes: Any) -> Workload:
+    fields: dict[str, Any] = {
+        "config": size(name), "max_tokens": 8192, "micro_rows": 1, "max_segments_per_row": 40, "method": "full",
+        "precision": "bf16", "fused": True,
+    }  # fmt: skip
+    return Workload(**(fields | changes))
+
+
+def test_27b_with_adapters_fits_one_h200_with_enough_recomputation() -> None:
+    with pytest.raises(ValueError, match="this run needs about") as caught:
+        require(on_gpu("27B", method="lora"), available=H200, where="this GPU", alternatives={})
+    count = int(re.findall(r"--recompute (\d+) \(layers computed again", str(caught.value))[0])
+    assert 8 < count < 24
+    assert require(on_gpu("27B", method="lora", recompute_layers=count), available=H200, where="", alternatives={})
+    with pytest.raises(ValueError, match="this run needs about"):
+        require(
+            on_gpu("27B", method="lora", recompute_layers=count - 1), available=H200, where="", alternatives={}
+        )  # fmt: skip
+
+
+def test_all_of_27b_is_refused_on_one_h200_and_adapters_are_named() -> None:
+    with pytest.raises(ValueError, match=r"fp32 masters +100") as caught:
+        require(on_gpu("27B", recompute_layers=64), available=H200, where="this GPU", alternatives={"4B": size("4B")})
+    message = str(caught.value)
+    assert "--method lora" in message
+    assert "--optimizer adamw_bf16" not in message  # would not fit either
+    assert "--model 4B" in message
+
+
+def test_9b_fits_one_h200_without_masters_and_that_is_named() -> None:
+    with pytest.raises(ValueError, match="this run needs about") as caught:
+        require(on_gpu("9B"), available=H200, where="this GPU", alternatives={})
+    assert re.search(r"^  --optimizer adamw_bf16", str(caught.value), re.M)
+    assert require(on_gpu("9B", optimizer="adamw_bf16"), available=H200, where="", alternatives={})
+
+
+def test_adapters_are_counted_as_they_are() -> None:
+    model = Qwen3_5ForCausalLM(tiny_config(), kernels=select(CPU))
+    add_adapters(model, rank=3, alpha=6.0, seed=0)
+    expected = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert num_adapter_parameters(tiny_config(), 3) == expected
+
+
+def test_recomputed_layers_keep_their_inputs_alone() -> None:
+    config = tiny_config()
+    kept = [part(dataclasses.replace(workload(config), recompute_layers=n), "activations") for n in range(5)]
+    assert all(a > b for a, b in pairwise(kept))
+    assert kept[4] < kept[0] / 2
+
+
+def test_optimizer_and_precision_decide_bytes_of_a_parameter() -> None:
+    def per_parameter(**changes: Any) -> float:
+        found = estimate(on_gpu("4B", **changes))
+        state = sum(p.num_bytes for p in found.parts if p.name not in ("activations", "loss"))
+        return state / num_parameters(size("4B"))
+
+    assert per_parameter(precision="fp32") == 16
+    assert per_parameter() == 16
+    assert per_parameter(optimizer="adamw_bf16") == 8
+    assert 2 < per_parameter(method="lora") < 2.5
 
 
 def test_what_fits_passes() -> None:
@@ -139,7 +216,8 @@ from tests.tiny import batch_of, random_documents, tiny_config
 from trainer.batches import StepBatches
 from trainer.kernels import select
 from trainer.model import Qwen3_5ForCausalLM
-from trainer.step import make_optimizer, train_step
+from trainer.optimizer import make_optimizer
+from trainer.step import train_step
 cpu = torch.device("cpu")
 
 def peak():  # of this program alone: getrusage would begin with that of the process that started it
@@ -151,7 +229,7 @@ def run(tokens, **changes):
     optimizer = make_optimizer(model, lr=1e-3, weight_decay=0.0)
     batches = StepBatches(rows=(0,), doc_ids=(0,), micro=(batch_of(random_documents([tokens])),))
     for step in (1, 2):
-        train_step(model, optimizer, batches, step=step, lr=1e-3, clip=1.0, device=cpu, precision="fp32")
+        train_step(model, optimizer, batches, step=step, lr=1e-3, clip=1.0, device=cpu)
 
 run(64)  # libraries and their buffers
 before = peak()

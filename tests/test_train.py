@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.multiprocessing as mp
+from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer
 from transformers import Qwen3_5ForCausalLM as Reference
@@ -26,7 +27,9 @@ from pipeline.shards import PackedDataset, publish
 from tests.packed import make_packed, random_rows
 from tests.tiny import tiny_config
 from trainer import checkpoint, train
+from trainer.kernels import select
 from trainer.metrics import Metrics
+from trainer.model import keeps_fp32
 from trainer.record import command, default_folder, require_folder
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -222,6 +225,117 @@ def test_a_run_killed_at_any_moment_equals_an_uninterrupted_one(
     assert final_bytes(out) == final_bytes(uninterrupted)
 
 
+SHORT = ("--steps", "4", "--save-every", "2", "--warmup-steps", "1")
+BF16 = ("--precision", "bf16", "--recompute", "1")
+LORA = ("--method", "lora", "--lora-rank", "4", "--lora-alpha", "8")
+
+
+@pytest.mark.parametrize("more", [BF16, LORA + BF16], ids=["bf16", "lora"])
+def test_in_bf16_and_with_adapters_too_an_interrupted_run_equals_an_uninterrupted_one(
+    base: Path, tmp_path: Path, more: tuple[str, ...]
+) -> None:
+    assert run(base, tmp_path / "one", *SHORT, *more) == 0
+    with pytest.MonkeyPatch.context() as patch:
+        interrupt_after(patch, 3)
+        assert run(base, tmp_path / "two", *SHORT, *more) == 130
+    assert [path.name for path in checkpoint.steps(tmp_path / "two")] == ["step-00000002"]
+    torch.manual_seed(3)  # the state of the generator is restored too
+    assert run(base, tmp_path / "two", *SHORT, *more, "--resume") == 0
+    assert metrics(tmp_path / "one") == metrics(tmp_path / "two")
+    first, second = (every_file(tmp_path / name) for name in ("one", "two"))
+    assert first == second
+    assert len(first) >= 8
+
+
+def every_file(out: Path) -> dict[str, str]:
+    """Hashes of all that a run leaves but of what tells times, places and settings."""
+    files = [file for name in ("checkpoints", "export", "adapter") for file in sorted((out / name).rglob("*.*"))]
+    return {str(file.relative_to(out)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+
+
+def test_a_bf16_run_keeps_fp32_masters_and_exports_bf16(base: Path, tmp_path: Path) -> None:
+    assert run(base, tmp_path / "run", *SHORT, *BF16) == 0
+    newest = checkpoint.latest(tmp_path / "run")
+    assert newest is not None
+    kept = load_file(newest / "model.safetensors")
+    exported = load_file(tmp_path / "run" / "export" / "model.safetensors")
+    assert {tensor.dtype for tensor in kept.values()} == {torch.float32}
+    for name, tensor in exported.items():
+        assert tensor.dtype == (torch.float32 if keeps_fp32(name) else torch.bfloat16), name
+        assert torch.equal(tensor, kept[name].to(tensor.dtype)), name
+    assert any(not torch.equal(kept[name].bfloat16().float(), kept[name]) for name in kept)
+    assert metrics(tmp_path / "run")[-1]["loss"] < metrics(tmp_path / "run")[0]["loss"] + 0.5
+
+
+def test_a_lora_run_leaves_an_adapter_and_checkpoints_without_frozen_weights(
+    base: Path, uninterrupted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = uninterrupted / "export"
+    assert run(base, tmp_path / "run", "--model", str(source), *SHORT, *LORA) == 0
+    said = capsys.readouterr().err
+    assert f"python -m trainer.adapters merge --adapter {tmp_path / 'run' / 'adapter'} --source {source}" in said
+    newest = checkpoint.latest(tmp_path / "run")
+    assert newest is not None
+    kept = load_file(newest / "model.safetensors")
+    assert all(name.endswith((".lora_A", ".lora_B")) for name in kept)
+    assert any(tensor.any() for name, tensor in kept.items() if name.endswith("lora_B"))
+    assert (tmp_path / "run" / "adapter" / "adapter_config.json").is_file()
+    assert not (tmp_path / "run" / "export").exists()
+    # The first loss is that of the model which is adapted.
+    assert metrics(tmp_path / "run")[0]["loss"] < metrics(uninterrupted)[1]["loss"]
+
+
+def test_a_checkpoint_of_another_method_or_optimizer_is_not_resumed(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(base, tmp_path / "run", "--steps", "1") == 0
+    assert run(base, tmp_path / "run", "--steps", "2", "--resume", *LORA) == 2
+    said = capsys.readouterr().err
+    assert "--method: 'full' -> 'lora'" in said
+    assert "--lora-rank: 16 -> 4" in said
+
+
+def test_recomputation_changes_nothing_and_may_change_on_resume(base: Path, tmp_path: Path) -> None:
+    steady = ("--schedule", "constant")
+    assert run(base, tmp_path / "none", *steady, "--steps", "2") == 0
+    assert run(base, tmp_path / "all", *steady, "--steps", "1", "--recompute", "all") == 0
+    assert run(base, tmp_path / "all", *steady, "--steps", "2", "--recompute", "1", "--resume", "--keep", "1") == 0
+    assert metrics(tmp_path / "all") == metrics(tmp_path / "none")
+    assert final_bytes(tmp_path / "all") == final_bytes(tmp_path / "none")
+
+
+def test_on_a_gpu_the_doctor_is_asked_before_anything_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[torch.device] = []
+
+    class Doctor:
+        @staticmethod
+        def require(kernels: object, device: torch.device) -> None:
+            asked.append(device)
+            raise ValueError("attention failed")
+
+    monkeypatch.setattr("trainer.doctor", Doctor, raising=False)
+    kernels = select(torch.device("cpu"))
+    train.prove(kernels, torch.device("cpu"))
+    assert not asked
+    with pytest.raises(ValueError, match="attention failed"):
+        train.prove(kernels, torch.device("cuda"))
+    assert asked == [torch.device("cuda")]
+
+
+def test_a_trace_of_some_steps_is_written(base: Path, tmp_path: Path) -> None:
+    assert run(base, tmp_path / "run", "--steps", "6", "--trace", "1") == 0
+    assert (tmp_path / "run" / "trace.json.gz").is_file()
+
+
+def test_a_dataset_without_a_target_is_refused(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = random_rows(num_rows=3, max_tokens=T, vocab_size=VOCAB)
+    silent = [[(doc, ids, [False] * len(ids)) for doc, ids, _ in row] for row in rows]
+    shards = make_packed(tmp_path / "packed", silent, max_tokens=T, vocab_size=VOCAB)
+    assert run(base, tmp_path / "run", "--shards", str(shards)) == 2
+    assert "has 3 rows and no target" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
 def test_resuming_a_finished_run_says_that_nothing_is_left(
     base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -316,7 +430,12 @@ def test_a_run_that_diverges_stops_and_names_its_rows(
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (("--method", "lora"), "not available in this version"),
+        (("--method", "lora", "--lora-rank", "0"), "--lora-rank 0"),
+        (("--method", "lora", "--lora-alpha", "0"), "--lora-alpha 0"),
+        (("--recompute", "some"), "--recompute some"),
+        (("--recompute", "3"), "the model has 2 layers"),
+        (("--optimizer", "adamw_bf16"), "--precision bf16"),
+        (("--trace", "-1"), "--trace -1"),
         (("--lr", "nan"), "--lr nan"),
         (("--clip", "-1"), "--clip -1"),
         (("--micro-rows", "0"), "--micro-rows 0"),

@@ -5,20 +5,24 @@
     prune(run_dir, keep=2)
 
     RUN/checkpoints/step-00000012/
-        model.safetensors       parameters, each in its own dtype
-        optimizer.safetensors   the optimizer's tensors, under the parameters' names
+        model.safetensors       trained parameters: the optimizer's fp32 master where there is one, else as they are
+        optimizer.safetensors   the optimizer's other tensors, under the parameters' names
         rng.safetensors         states of torch's generators
         state.json              step, cursor, the rest of the optimizer; size and xxh3_128 of the files above
 
+Frozen parameters are not in it: a LoRA run's checkpoint is its adapters, and resuming reads the model's own weights
+again; a digest of some of their values tells whether they are still the same.
+
 Guarantees: after a kill at any moment a folder `step-*` is complete; what an interrupted save leaves is removed by the
 next one. Loading checks every hash first and restores everything bit by bit. Nothing is pickled.
-Costs: three copies of the parameters in fp32 under AdamW, written once and read back never; hashing runs at several GB
-a second.
+Costs: 12 bytes on disk for each trained parameter under AdamW, whatever the precision; tensors are written and read one
+at a time; hashing runs at several GB a second.
 
 Hugging Face weights, in and out, are in `trainer.weights`.
 """
 
 import glob
+import hashlib
 import json
 import os
 import re
@@ -29,18 +33,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors import safe_open
 from torch import Tensor, nn
 
 from pipeline.shards import hash_file, sync_directory
+from trainer.optimizer import MASTER, masters
+from trainer.tensors import save_file
 
-STATE_VERSION = 1
+STATE_VERSION = 2
 """Of the folder's layout and of state.json; a reader refuses any other."""
 
 STATE = "state.json"
 MODEL, OPTIMIZER, RNG = "model.safetensors", "optimizer.safetensors", "rng.safetensors"
+FROZEN_VALUES = 256
+"""How many values of each frozen parameter are hashed."""
+
 _STEP = re.compile(r"step-(\d{8,})")
 _LEFTOVER = ".tmp-"
+_LONG = {"F64": "torch.float64", "F32": "torch.float32", "F16": "torch.float16", "BF16": "torch.bfloat16"}
 
 
 class CheckpointError(ValueError):
@@ -80,7 +90,9 @@ def save(
             shutil.rmtree(leftover)
     temporary = start_folder(final)
     tensors, groups = _optimizer_parts(model, optimizer)
-    save_file({name: p.detach().contiguous() for name, p in model.named_parameters()}, temporary / MODEL)
+    wide = masters(optimizer)
+    parameters = _trained(model)
+    save_file({name: wide.get(p, p).detach() for name, p in parameters.items()}, temporary / MODEL)
     save_file(tensors, temporary / OPTIMIZER)
     save_file(_generators(), temporary / RNG)
     state = {
@@ -88,7 +100,10 @@ def save(
         "step": step,
         "cursor": dict(cursor),
         "extra": dict(extra or {}),
+        "frozen": _frozen_digest(model),
+        "optimizer": type(optimizer).__name__,
         "param_groups": groups,
+        "masters": {name: str(p.dtype) for name, p in parameters.items() if p in wide},
         "files": {
             name: {"bytes": (temporary / name).stat().st_size, "xxh3_128": hash_file(temporary / name)}
             for name in (MODEL, OPTIMIZER, RNG)
@@ -139,16 +154,24 @@ def load(path: Path, *, model: nn.Module, optimizer: torch.optim.Optimizer) -> T
     Raises CheckpointError for a damaged checkpoint, or one of another model or optimizer; then nothing is changed.
     """
     state = verify(path)
-    parameters = dict(model.named_parameters())
-    tensors = load_file(path / MODEL)
-    _same_tensors(path / MODEL, tensors, parameters)
-    moments = load_file(path / OPTIMIZER)
-    _same_groups(path, state["param_groups"], _optimizer_parts(model, optimizer)[1])
-    with torch.no_grad():
-        for name, parameter in parameters.items():
-            parameter.copy_(tensors[name])
+    parameters = _trained(model)
+    with safe_open(path / MODEL, framework="pt") as opened:
+        _same_tensors(path / MODEL, opened, parameters, narrow=state["masters"])
+        _same_optimizer(path, state, optimizer, _optimizer_parts(model, optimizer)[1])
+        if state["frozen"] != _frozen_digest(model):
+            raise CheckpointError(
+                f"{path / STATE}: the model's frozen weights are not those that the run began with; pass the --model "
+                "of the run, in the revision that it had."
+            )
+        moments = _load_file(path / OPTIMIZER)
+        with torch.no_grad():
+            for name, parameter in parameters.items():
+                tensor = opened.get_tensor(name)
+                parameter.copy_(tensor)
+                if name in state["masters"]:
+                    moments[f"{name}/{MASTER}"] = tensor
     optimizer.load_state_dict(_optimizer_state(moments, state["param_groups"]))
-    generators = load_file(path / RNG)
+    generators = _load_file(path / RNG)
     torch.set_rng_state(generators["cpu"])
     if "cuda" in generators and torch.cuda.is_available():
         torch.cuda.set_rng_state(generators["cuda"])
@@ -221,6 +244,25 @@ def _entries(run_dir: Path) -> list[Path]:
     return list(_folder(run_dir).iterdir()) if _folder(run_dir).is_dir() else []
 
 
+def _trained(model: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def _frozen_digest(model: nn.Module) -> str | None:
+    """Hash over names, types, shapes and the first values of all frozen parameters; None where there is none."""
+    digest = hashlib.sha256()
+    frozen = {name: p.detach() for name, p in model.named_parameters() if not p.requires_grad}
+    for name, parameter in sorted(frozen.items()):
+        digest.update(f"{name} {parameter.dtype} {list(parameter.shape)}".encode())
+        digest.update(parameter.reshape(-1)[:FROZEN_VALUES].contiguous().view(torch.uint8).cpu().numpy().data)
+    return digest.hexdigest() if frozen else None
+
+
+def _load_file(file: Path) -> dict[str, Tensor]:
+    with safe_open(file, framework="pt") as opened:
+        return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - not a mapping
+
+
 def _generators() -> dict[str, Tensor]:
     states = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
@@ -238,9 +280,10 @@ def _optimizer_parts(
         for group in optimizer.param_groups
     ]
     tensors = {
-        f"{names[id(parameter)]}/{kind}": torch.as_tensor(value).detach().contiguous()
+        f"{names[id(parameter)]}/{kind}": torch.as_tensor(value).detach()
         for parameter, kinds in optimizer.state.items()
         for kind, value in kinds.items()
+        if kind != MASTER  # it is in the model's file
     }
     return tensors, groups
 
@@ -260,20 +303,32 @@ def _optimizer_state(tensors: dict[str, Tensor], groups: list[dict[str, Any]]) -
     return {"state": state, "param_groups": numbered}
 
 
-def _same_tensors(file: Path, found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
-    """Raise CheckpointError unless names, shapes and dtypes are the model's own."""
-    for name in sorted(found.keys() | expected.keys()):
-        have = f"{found[name].dtype} {list(found[name].shape)}" if name in found else "nothing"
-        want = f"{expected[name].dtype} {list(expected[name].shape)}" if name in expected else "nothing"
+def _same_tensors(file: Path, opened: Any, parameters: Mapping[str, Tensor], *, narrow: Mapping[str, str]) -> None:
+    """Raise CheckpointError unless names, shapes and dtypes are the model's own; reads no tensor.
+
+    `narrow` are the dtypes of the parameters whose fp32 master is in the file.
+    """
+    found: dict[str, str] = {}
+    for name in opened.keys():  # noqa: SIM118 - not a mapping
+        tensor = opened.get_slice(name)
+        dtype = narrow.get(name, _LONG.get(tensor.get_dtype(), "of another type"))
+        found[name] = f"{dtype} {list(tensor.get_shape())}"
+    wanted = {name: f"{p.dtype} {list(p.shape)}" for name, p in parameters.items()}
+    for name in sorted(found.keys() | wanted.keys()):
+        have, want = found.get(name, "nothing"), wanted.get(name, "nothing")
         if have != want:
             raise CheckpointError(
-                f"{file}: {name} is {have}, the model has {want}; resume with the --model and --precision of the run."
+                f"{file}: {name} is {have}, the model has {want}; resume with the --model, --method and --precision "
+                "of the run."
             )
 
 
-def _same_groups(path: Path, found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
-    if [group["params"] for group in found] != [group["params"] for group in expected]:
+def _same_optimizer(
+    path: Path, state: dict[str, Any], optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]
+) -> None:
+    same = state["optimizer"] == type(optimizer).__name__
+    if not same or [group["params"] for group in state["param_groups"]] != [group["params"] for group in groups]:
         raise CheckpointError(
-            f"{path / STATE}: the optimizer's parameter groups differ from this run's; resume with the --method and "
-            "optimizer of the run."
+            f"{path / STATE}: the optimizer or its parameter groups differ from this run's; resume with the --method "
+            "and --optimizer of the run."
         )

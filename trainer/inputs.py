@@ -67,6 +67,15 @@ def check_vocabulary(config: ModelConfig, dataset: PackedDataset, model: str) ->
             )
 
 
+def check_targets(dataset: PackedDataset) -> None:
+    """Refuse a dataset in which nothing can be learned. Raises ValueError."""
+    if dataset.manifest.totals["targets"] == 0:
+        raise ValueError(
+            f"{dataset.path} has {len(dataset)} rows and no target: no token of theirs is to be learned. Pack again; "
+            "targets are what the assistant says (rejects.jsonl and --targets tell what became of it)."
+        )
+
+
 def alternatives(spec: str | None) -> dict[str, ModelConfig]:
     """Other sizes to suggest, as ``--model`` would name them."""
     prefix = "random:" if spec is None or spec.startswith("random:") else "Qwen/Qwen3.5-"

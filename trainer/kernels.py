@@ -11,6 +11,8 @@ Shapes: T tokens of the packed batch, D width, C channels, W conv width, H heads
 V value dim (in `loss`: vocabulary).
 """
 
+import importlib.metadata
+import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
@@ -20,6 +22,11 @@ from torch import Tensor
 
 from trainer import reference
 from trainer.reference import Boundaries
+
+FIRST_CHOICE = "first choice"
+
+DISTRIBUTIONS = {"fla": "flash-linear-attention", "causal_conv1d": "causal-conv1d", "flash_qla": "flash-qla"}
+"""What to install for a package that is imported under another name."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,6 +41,8 @@ class Choice:
     """Version of the package that the implementation comes from."""
     why: str
     """Why this one and not a preferred one."""
+    fused: bool
+    """False for a torch reference."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,14 +57,29 @@ class Kernels:
     """(query [T, H, K], key [T, G, K], value [T, G, K], boundaries) -> [T, H, K]; scale 1 / sqrt(K)"""
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
     """(x [..., D], weight [D], eps) -> x / rms(x) * (1 + weight)"""
+    add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
+    """(x [..., D], delta [..., D], weight [D], eps) -> x + delta, and its rms_norm"""
+    norm_rotary: Callable[[Tensor, Tensor, float, Tensor, Tensor], Tensor]
+    """(x [T, H, K], weight [K], eps, cosine [T, R], sine [T, R]) -> rms_norm of every head, first R dims turned"""
+    delta_gates: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+    """(a [T, H], b [T, H], A_log fp32 [H], dt_bias [H]) -> log decay fp32 [T, H], beta [T, H]"""
+    output_gate: Callable[[Tensor, Tensor], Tensor]
+    """(x [..., D], gate [..., D]) -> x * sigmoid(gate)"""
     gated_rms_norm: Callable[[Tensor, Tensor, Tensor, float], Tensor]
     """(x [..., D], gate [..., D], weight [D], eps) -> x / rms(x) * weight * silu(gate)"""
     swiglu: Callable[[Tensor, Tensor], Tensor]
     """(gate [..., D], up [..., D]) -> silu(gate) * up"""
-    loss: Callable[[Tensor, Tensor, Tensor], Tensor]
-    """(hidden [T, D], head weight [V, D], labels int64 [T]) -> fp32 scalar: summed cross entropy of the targets"""
+    loss: Callable[[Tensor, Tensor, Tensor, int], Tensor]
+    """(hidden [T, D], head weight [V, D], labels int64 [T], number of targets) -> fp32 scalar: summed cross entropy"""
     table: tuple[Choice, ...]
     """What was chosen and why, one entry per operation."""
+    rematerialize: bool = False
+    """Compute cheap inputs of matrix products again in the backward pass instead of keeping them."""
+
+    def warnings(self) -> list[str]:
+        """One line for each operation that a slower fused kernel serves in place of a faster one."""
+        slower = (c for c in self.table if c.fused and c.why != FIRST_CHOICE)
+        return [f"{c.operation} runs on {c.implementation}, slower than the first choice ({c.why})" for c in slower]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,7 +92,7 @@ class Implementation:
     """False for a torch reference, which a GPU refuses unless slow kernels are accepted."""
     obstacle: Callable[[torch.device], str | None]
     """Why it cannot serve on this device, or None; must not import a GPU package on a CPU machine."""
-    load: Callable[[], tuple[Callable[..., Tensor], str]]
+    load: Callable[[], tuple[Callable[..., Any], str]]
     """Imports it; returns the callable and the version of its package."""
 
 
@@ -77,7 +101,7 @@ def select(device: torch.device, *, accept_slow: bool = False) -> Kernels:
 
     Raises ValueError on a GPU that would have to run a torch reference, unless `accept_slow`.
     """
-    chosen: dict[str, Callable[..., Tensor]] = {}
+    chosen: dict[str, Callable[..., Any]] = {}
     table: list[Choice] = []
     slow: list[str] = []
     for operation, implementations in TABLE.items():
@@ -92,24 +116,32 @@ def select(device: torch.device, *, accept_slow: bool = False) -> Kernels:
         if not implementation.fused and device.type != "cpu":
             slow.append(operation)
         chosen[operation], version = implementation.load()
-        why = "; ".join(passed_over) or ("no fused kernel on a CPU" if device.type == "cpu" else "first choice")
-        table.append(Choice(operation=operation, implementation=implementation.name, version=version, why=why))
+        why = "; ".join(passed_over) or FIRST_CHOICE
+        why = "no fused kernel on a CPU" if device.type == "cpu" else why
+        table.append(
+            Choice(
+                operation=operation, implementation=implementation.name, version=version, why=why,
+                fused=implementation.fused,
+            )
+        )  # fmt: skip
     if slow and not accept_slow:
         raise ValueError(_slow_message(slow, device))
-    return Kernels(**cast(Any, chosen), table=tuple(table))
+    return Kernels(**cast(Any, chosen), table=tuple(table), rematerialize=device.type == "cuda")
 
 
 def _slow_message(slow: list[str], device: torch.device) -> str:
     lines = [f"only a torch reference is left for {len(slow)} operations on {device}:"]
     for operation in slow:
-        usable = len(TABLE[operation]) > 1
-        lines.append(f"  {operation}: {'install ' if usable else ''}{FUSED_PACKAGES[operation]}")
-        lines[-1] += "" if usable else " (this version cannot use it yet)"
-    lines.append("Pass --accept-slow-kernels to train with the references all the same, several times slower.")
+        obstacles = (f"{i.name}: {i.obstacle(device)}" for i in TABLE[operation] if i.fused)
+        lines.append(f"  {operation}: {'; '.join(obstacles)}")
+    lines.append(
+        "Install what is missing (pip install '.[gpu]'; causal-conv1d is built against the installed torch), or"
+    )
+    lines.append("pass --accept-slow-kernels to train with the references all the same, several times slower.")
     return "\n".join(lines)
 
 
-def _reference(function: Callable[..., Tensor]) -> Implementation:
+def _reference(function: Callable[..., Any]) -> Implementation:
     return Implementation(
         name="torch reference",
         fused=False,
@@ -118,24 +150,67 @@ def _reference(function: Callable[..., Tensor]) -> Implementation:
     )
 
 
-TABLE: dict[str, tuple[Implementation, ...]] = {
-    "gated_delta_rule": (_reference(reference.gated_delta_rule),),
-    "causal_conv": (_reference(reference.causal_conv),),
-    "attention": (_reference(reference.attention),),
-    "rms_norm": (_reference(reference.rms_norm),),
-    "gated_rms_norm": (_reference(reference.gated_rms_norm),),
-    "swiglu": (_reference(reference.swiglu),),
-    "loss": (_reference(reference.loss),),
-}
-"""Fused implementations go in front of the reference, the preferred one first."""
+def _fused(
+    name: str, function: str, *, package: str, obstacle: Callable[[torch.device], str | None] | None = None
+) -> Implementation:
+    """A function of `trainer.fused`, which is imported where it is used only."""
 
-FUSED_PACKAGES = {
-    "gated_delta_rule": "flash-linear-attention",
-    "causal_conv": "causal-conv1d",
-    "attention": "torch >= 2.11 for CUDA (varlen_attn)",
-    "rms_norm": "liger-kernel",
-    "gated_rms_norm": "flash-linear-attention",
-    "swiglu": "liger-kernel",
-    "loss": "liger-kernel",
+    def blocked(device: torch.device) -> str | None:
+        if importlib.util.find_spec(package) is None:
+            return f"{DISTRIBUTIONS.get(package, package)} is not installed"
+        if device.type != "cuda" or not torch.cuda.is_available():
+            return "needs a CUDA device"
+        return obstacle(device) if obstacle else None
+
+    def load() -> tuple[Callable[..., Any], str]:
+        return getattr(importlib.import_module("trainer.fused"), function), _version(package)
+
+    return Implementation(name=name, fused=True, obstacle=blocked, load=load)
+
+
+def _version(package: str) -> str:
+    return importlib.metadata.version(DISTRIBUTIONS.get(package, package))
+
+
+def _needs_hopper(device: torch.device) -> str | None:
+    major, minor = torch.cuda.get_device_capability(device)
+    return None if major in (9, 10) else f"needs compute capability 9 or 10, this device has {major}.{minor}"
+
+
+def _wrong_gradients(device: torch.device) -> str | None:
+    """Triton from 3.4 to before 3.7.1 computes wrong delta-rule gradients on Hopper; fla refuses to run there."""
+    triton = tuple(int(part) for part in _version("triton").split(".")[:3])
+    affected = torch.cuda.get_device_capability(device)[0] == 9 and (3, 4) <= triton < (3, 7, 1)
+    return f"triton {_version('triton')} computes wrong gradients on Hopper, 3.7.1 does not" if affected else None
+
+
+def _compiled(operation: str) -> tuple[Implementation, ...]:
+    """torch.compile of the reference, then the reference."""
+    return (_fused("torch.compile", operation, package="torch"), _reference(getattr(reference, operation)))
+
+
+TABLE: dict[str, tuple[Implementation, ...]] = {
+    "gated_delta_rule": (
+        _fused("FlashQLA", "delta_rule_flash_qla", package="flash_qla", obstacle=_needs_hopper),
+        _fused("fla", "delta_rule_fla", package="fla", obstacle=_wrong_gradients),
+        _reference(reference.gated_delta_rule),
+    ),
+    "causal_conv": (
+        _fused("causal-conv1d", "causal_conv", package="causal_conv1d"),
+        _fused("fla", "causal_conv_fla", package="fla"),
+        _reference(reference.causal_conv),
+    ),
+    "attention": (_fused("torch varlen_attn", "attention", package="torch"), _reference(reference.attention)),
+    "rms_norm": _compiled("rms_norm"),
+    "add_rms_norm": _compiled("add_rms_norm"),
+    "norm_rotary": _compiled("norm_rotary"),
+    "delta_gates": _compiled("delta_gates"),
+    "output_gate": _compiled("output_gate"),
+    "gated_rms_norm": (
+        _fused("fla", "gated_rms_norm_fla", package="fla"),
+        *_compiled("gated_rms_norm"),
+    ),
+    "swiglu": _compiled("swiglu"),
+    "loss": (_fused("chunked", "loss", package="triton"), _reference(reference.loss)),
 }
-"""The package to name when only the reference is left."""
+"""The preferred implementation of every operation first, its torch reference last."""

@@ -3,11 +3,12 @@
     Workload ── estimate ──▶ Estimate (a table) ── require ──▶ goes on, or an error that names what would fit
 
 Guarantees: an estimate needs the configuration alone, no weight and no forward pass. On the CPU the peak of real
-runs lies within 0.6 and 1.2 times the estimate (``tests/test_memory.py``).
+runs lies within 0.6 and 1.2 times the estimate (``tests/test_memory.py``). On a GPU activations are estimated on the
+high side, by up to 1.3: a run that is refused there might just have fitted, one that begins does not run out later.
 Costs: milliseconds.
 
-Activations are those of the torch references, counted from what autograd keeps. Legend: D width, F feed-forward
-width, H heads, K and V head dimensions, C channels of the convolution.
+With torch references activations are counted from what autograd keeps, with fused kernels from what these keep.
+Legend: D width, F feed-forward width, H heads, K and V head dimensions, C channels of the convolution.
 """
 
 import dataclasses
@@ -20,6 +21,7 @@ from typing import Literal
 
 import torch
 
+from trainer.optimizer import OptimizerKind
 from trainer.reference import CHUNK, LOSS_BLOCK
 from trainer.sizes import ModelConfig, layer_types
 from trainer.step import Precision
@@ -28,6 +30,9 @@ Method = Literal["full", "lora"]
 
 USABLE = 0.95
 """Share of the free memory that a run may plan with; allocators round up."""
+
+FUSED_LOGITS = 2**29
+"""Logits alive at once in the fused loss."""
 
 SHORTEST_ROW = 512
 """No shorter rows are suggested: few chats would fit."""
@@ -48,9 +53,17 @@ class Workload:
     max_segments_per_row: int
     """Most segments of a row: the delta rule works in whole chunks of each."""
     method: Method
-    """full: every parameter has a gradient and two moments."""
+    """full: every parameter has a gradient and two moments; lora: those of the adapters alone."""
     precision: Precision
-    """bf16 keeps a rounded copy of the weights beside the fp32 ones."""
+    """bf16 halves weights, gradients and activations; the optimizer then has fp32 weights of its own."""
+    optimizer: OptimizerKind = "adamw"
+    """adamw_bf16 has neither these nor fp32 moments."""
+    lora_rank: int = 16
+    """Inner width of the adapters."""
+    recompute_layers: int = 0
+    """Layers that keep their input alone."""
+    fused: bool = False
+    """Whether fused kernels run, as on a GPU, or the torch references."""
     processes: int = 1
     """Processes that share the memory: all of a machine on a CPU, one on each GPU."""
 
@@ -109,15 +122,44 @@ def _layer_parameters(config: ModelConfig, kind: str) -> int:
     return block + projections + channels * config.linear_conv_kernel_dim + 2 * heads + value_dim
 
 
+def linear_shapes(config: ModelConfig, kind: str) -> list[tuple[int, int]]:
+    """(inputs, outputs) of every linear layer in one layer of this kind."""
+    width, ffn = config.hidden_size, config.intermediate_size
+    block = [(width, ffn), (width, ffn), (ffn, width)]
+    if kind == "full_attention":
+        queries = config.num_attention_heads * config.head_dim
+        keys = config.num_key_value_heads * config.head_dim
+        return [(width, 2 * queries), (width, keys), (width, keys), (queries, width), *block]
+    values = config.linear_num_value_heads * config.linear_value_head_dim
+    channels = 2 * config.linear_num_key_heads * config.linear_key_head_dim + values
+    heads = config.linear_num_value_heads
+    return [(width, channels), (width, values), (width, heads), (width, heads), (values, width), *block]
+
+
+def num_adapter_parameters(config: ModelConfig, rank: int) -> int:
+    """Parameters of LoRA adapters on every linear layer but the head."""
+    shapes = [shape for kind in layer_types(config) for shape in linear_shapes(config, kind)]
+    return rank * sum(inputs + outputs for inputs, outputs in shapes)
+
+
 def _layer_activations(workload: Workload, kind: str) -> int:
-    """Bytes that one layer keeps for its backward pass in one micro-step.
+    """Bytes that one layer keeps for its backward pass in one micro-step."""
+    tokens = workload.micro_rows * workload.max_tokens
+    narrow = _width(workload)
+    adapters = workload.lora_rank * len(linear_shapes(workload.config, kind)) if workload.method == "lora" else 0
+    kept = _fused_activations if workload.fused else _reference_activations
+    return tokens * narrow * adapters + kept(workload, kind)
+
+
+def _reference_activations(workload: Workload, kind: str) -> int:
+    """Of the torch references.
 
     The factors are counts of tensors per token, found by fitting what autograd saved at 36 shapes (largest error
     0.01 %); see ``test_activations_are_what_autograd_keeps``.
     """
     config = workload.config
     tokens = workload.micro_rows * workload.max_tokens
-    narrow = 2 if workload.precision == "bf16" else 4
+    narrow = _width(workload)
     block = tokens * (9 * config.hidden_size * 4 + 4 * config.intermediate_size * narrow)
     if kind == "full_attention":
         queries = config.num_attention_heads * config.head_dim
@@ -131,35 +173,76 @@ def _layer_activations(workload: Workload, kind: str) -> int:
     return block + tokens * 3 * channels * narrow + slots * heads * per_head * 4
 
 
+def _fused_activations(workload: Workload, kind: str) -> int:
+    """Of the fused kernels, whose norms and gates are computed again from what is kept anyway.
+
+    Block: both sums of the residual stream and what was added to them, the halves of the gated product. Attention:
+    q_proj's output, queries and keys before and behind the rotation, values, output. Delta rule: channels before and
+    behind the convolution and in the kernel's layout, normalised queries and keys, output and its gate, the
+    triangular systems of all chunks.
+    """
+    config = workload.config
+    per_token = 4 * config.hidden_size + 2 * config.intermediate_size
+    if kind == "full_attention":
+        per_token += 4 * config.num_attention_heads * config.head_dim + 3 * config.num_key_value_heads * config.head_dim
+    else:
+        heads = config.linear_num_value_heads
+        keys, values = config.linear_num_key_heads * config.linear_key_head_dim, heads * config.linear_value_head_dim
+        per_token += 3 * (2 * keys + values) + 2 * keys + 2 * values + heads * (CHUNK + 8)
+    return workload.micro_rows * workload.max_tokens * per_token * _width(workload)
+
+
+def _width(workload: Workload) -> int:
+    """Bytes of a weight or activation."""
+    return 2 if workload.precision == "bf16" else 4
+
+
+def _activations(workload: Workload) -> Part:
+    """What the forward pass leaves for the backward pass, and one layer at work in it."""
+    layers = [_layer_activations(workload, kind) for kind in layer_types(workload.config)]
+    tokens = workload.micro_rows * workload.max_tokens
+    again = min(workload.recompute_layers, len(layers))
+    inputs = 2 * tokens * workload.config.hidden_size * _width(workload)
+    return Part(
+        name="activations",
+        num_bytes=again * inputs + sum(layers[again:]) + max(layers, default=0),
+        why=f"{workload.micro_rows} x {workload.max_tokens} tokens, {len(layers)} layers, {again} of them recomputed, "
+        f"and one at work{'; up to 1.3 times what it takes' if workload.fused else ''}",
+    )
+
+
+def _loss(workload: Workload) -> Part:
+    config = workload.config
+    tokens = workload.micro_rows * workload.max_tokens
+    head = config.vocab_size * config.hidden_size if workload.method == "full" else 0
+    why = f"logits of a block, gradient of the head of {config.vocab_size} x {config.hidden_size}"
+    if workload.fused:
+        num_bytes = FUSED_LOGITS + _width(workload) * (3 * tokens * config.hidden_size + head)
+    else:
+        num_bytes = 4 * min(tokens * config.vocab_size, max(LOSS_BLOCK, config.vocab_size)) + 8 * head
+    return Part(name="loss", num_bytes=num_bytes, why=why if head else "logits of a block")
+
+
 def estimate(workload: Workload) -> Estimate:
     """Memory at the peak of a training step, from the configuration alone."""
-    config = workload.config
-    count = num_parameters(config)
-    layers = [_layer_activations(workload, kind) for kind in layer_types(config)]
-    tokens = workload.micro_rows * workload.max_tokens
-    logits = 4 * min(tokens * config.vocab_size, max(LOSS_BLOCK, config.vocab_size))
-    head = 4 * config.vocab_size * config.hidden_size
-    billions = f"{count / 1e9:.3f} B parameters"
-    copy = [Part(name="bf16 weights", num_bytes=2 * count, why=f"{billions} x 2 bytes")]
-    return Estimate(
-        parts=(
-            Part(name="weights", num_bytes=4 * count, why=f"{billions} x 4 bytes (fp32)"),
-            *(copy if workload.precision == "bf16" else []),
-            Part(name="gradients", num_bytes=4 * count, why="as many"),
-            Part(name="Adam's moments", num_bytes=8 * count, why="twice as many"),
-            Part(
-                name="activations",
-                num_bytes=sum(layers) + max(layers, default=0),
-                why=f"{workload.micro_rows} x {workload.max_tokens} tokens, {len(layers)} layers, and one at work",
-            ),
-            Part(
-                name="loss",
-                num_bytes=logits + 2 * head,
-                why=f"logits of a block, gradient of the head of {config.vocab_size} x {config.hidden_size}",
-            ),
+    count = num_parameters(workload.config)
+    adapters = num_adapter_parameters(workload.config, workload.lora_rank) if workload.method == "lora" else 0
+    trained = adapters or count
+    narrow = _width(workload)
+    parts = [
+        Part(
+            name="weights",
+            num_bytes=narrow * (count + adapters),
+            why=f"{count / 1e9:.3f} B parameters x {narrow} bytes ({workload.precision})"
+            + (f" and {adapters / 1e6:.1f} M of adapters" if adapters else ""),
         ),
-        processes=workload.processes,
-    )
+        Part(name="gradients", num_bytes=narrow * trained, why="as many" if trained == count else "of adapters"),
+    ]
+    if workload.precision == "bf16" and workload.optimizer == "adamw":
+        parts.append(Part(name="fp32 masters", num_bytes=4 * trained, why="what the optimizer updates, 4 bytes each"))
+    width = narrow if workload.optimizer == "adamw_bf16" else 4
+    parts.append(Part(name="Adam's moments", num_bytes=2 * width * trained, why=f"two of {width} bytes each"))
+    return Estimate(parts=(*parts, _activations(workload), _loss(workload)), processes=workload.processes)
 
 
 def available_bytes(device: torch.device) -> int:
@@ -219,8 +302,24 @@ def _suggestions(workload: Workload, available: int, alternatives: Mapping[str, 
         changed = dataclasses.replace(workload, **changes)  # type: ignore[arg-type]
         return estimate(changed).num_bytes <= USABLE * available
 
-    if workload.micro_rows > 1 and fits(micro_rows=1):
-        yield "--micro-rows 1 (more micro-steps of fewer rows; the same gradient)"
+    def with_recompute(flags: str, **changes: object) -> Iterator[str]:
+        """The flags with the fewest recomputed layers that make them fit, if any do."""
+        for count in range(workload.recompute_layers, workload.config.num_hidden_layers + 1):
+            if fits(**changes, recompute_layers=count):
+                more = f"--recompute {count}" if count > workload.recompute_layers else ""
+                yield " ".join(filter(None, [flags, more]))
+                return
+
+    for flags in with_recompute(""):
+        yield f"{flags} (layers computed again in the backward pass; the same gradient)"
+    if workload.micro_rows > 1:
+        for flags in with_recompute("--micro-rows 1", micro_rows=1):
+            yield f"{flags} (more micro-steps of fewer rows; the same gradient)"
+    one = "--micro-rows 1" if workload.micro_rows > 1 else ""
+    if workload.method == "full" and workload.precision == "bf16" and workload.optimizer == "adamw":
+        yield from with_recompute(f"--optimizer adamw_bf16 {one}".strip(), optimizer="adamw_bf16", micro_rows=1)
+    if workload.method == "full":
+        yield from with_recompute(f"--method lora {one}".strip(), method="lora", optimizer="adamw", micro_rows=1)
     rows = [workload.max_tokens >> i for i in range(16) if workload.max_tokens >> i >= SHORTEST_ROW]
     for length in rows[1:]:
         if fits(micro_rows=1, max_tokens=length):

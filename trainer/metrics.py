@@ -1,10 +1,13 @@
 """What a run tells while it goes: ``metrics.jsonl``, one object a line, and a progress line on stderr.
 
 A step's line has ``step, rows_seen, targets, loss, lr, grad_norm, tokens_per_s``; an evaluation's ``step, eval_loss``.
+On a GPU a step's line has ``peak_gib`` too, the most memory that tensors took since the run began, and where the
+GPU's speed is known and weights are bf16, ``mfu`` and ``hfu``: the shares of that speed which the model's arithmetic
+(``model_flops``) and all arithmetic with what was computed again (``hardware_flops``) come to.
 
 Guarantees: rank 0 alone writes; each line is whole or, after a kill, dropped on resume together with all that come
 after the checkpoint, so that the file reads as if the run had never stopped; the same settings give the same lines
-but for ``tokens_per_s`` (tokens of documents, not padding, over the time from step to step).
+but for what comes of time and memory. Tokens are those of documents, not padding; the time is that from step to step.
 """
 
 import json
@@ -12,29 +15,89 @@ import math
 import os
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TextIO
 
-from trainer.step import StepResult
+import torch
+
+from trainer.memory import GIB, Method, linear_shapes
+from trainer.sizes import ModelConfig, layer_types
+from trainer.step import Precision, StepResult
+
+PEAK = 989e12
+"""Dense bf16 operations a second of one H100 or H200 (SXM), by NVIDIA's data sheets."""
 
 SECONDS_BETWEEN_LINES = 10.0
 """How often progress is printed where stderr is a file; a terminal's line is renewed every step."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Work:
+    """What a token costs in this run, and what its GPUs can do."""
+
+    config: ModelConfig
+    """The model."""
+    method: Method
+    """lora has no products for gradients of frozen weights."""
+    lora_rank: int
+    """Inner width of the adapters."""
+    recompute_layers: int
+    """Layers that are computed again in the backward pass."""
+    device: torch.device
+    """Where it runs."""
+    peak: float | None
+    """Operations a second of all GPUs together; None where it is not known, as on a CPU."""
+
+    def figures(self, result: StepResult, elapsed: float) -> dict[str, float]:
+        """Fields of a step's line; none on a CPU."""
+        if self.device.type != "cuda":
+            return {}
+        found = {"peak_gib": round(torch.cuda.max_memory_allocated(self.device) / GIB, 2)}
+        if self.peak is None:
+            return found
+        flops = _flops(
+            self.config, num_tokens=result.num_tokens, sum_squared_lengths=result.sum_squared_lengths,
+            method=self.method, lora_rank=self.lora_rank,
+        )  # fmt: skip
+        able = elapsed * self.peak
+        mfu, hfu = flops.model / able, flops.hardware(self.recompute_layers) / able
+        return {"mfu": round(mfu, 4), "hfu": round(hfu, 4), **found}
+
+
+def peak_flops(device: torch.device, *, precision: Precision, num_devices: int) -> float | None:
+    """Operations a second of so many GPUs like this one in bf16; None for a CPU, another GPU, or fp32."""
+    if device.type != "cuda" or precision != "bf16":
+        return None
+    name = torch.cuda.get_device_name(device)
+    known = ("H100" in name or "H200" in name) and not any(word in name for word in ("PCIe", "NVL"))
+    return num_devices * PEAK if known else None
+
+
 class Metrics:
     """The metrics file and the progress line of one run; does nothing but keep time where ``path`` is None."""
 
-    def __init__(self, path: Path | None, *, step: int, total_steps: int, stream: TextIO | None = None) -> None:
+    def __init__(
+        self,
+        path: Path | None,
+        *,
+        step: int,
+        total_steps: int,
+        work: Work | None = None,
+        stream: TextIO | None = None,
+    ) -> None:
         """Open the file behind ``step``.
 
         Args:
             path: ``metrics.jsonl``; None on ranks other than 0.
             step: last step that counts, 0 for a new run; lines of later ones are dropped.
             total_steps: steps at the end of the run.
+            work: what a token costs; None leaves out the shares of a GPU's speed.
             stream: where progress goes, by default stderr.
         """
         self._file = None if path is None else _open_after(path, step)
+        self._work = work
         self._stream = stream or sys.stderr
         self._total_steps = total_steps
         self._first_step = step
@@ -52,6 +115,7 @@ class Metrics:
         elapsed = time.perf_counter() - self._since
         self._seconds += elapsed
         rate = result.num_tokens / elapsed
+        figures = self._work.figures(result, elapsed) if self._work else {}
         self._write({
             "step": result.step,
             "rows_seen": rows_seen,
@@ -60,10 +124,11 @@ class Metrics:
             "lr": result.lr,
             "grad_norm": result.grad_norm,
             "tokens_per_s": round(rate, 1),
+            **figures,
         })  # fmt: skip
         if result.loss is None:
             self.say(f"step {result.step}: none of its rows has a target; nothing was updated")
-        self._progress(result, rate)
+        self._progress(result, rate, figures)
         self.start_clock()
 
     def evaluation(self, *, step: int, loss: float | None) -> None:
@@ -100,7 +165,7 @@ class Metrics:
             self._file.write(json.dumps(line, allow_nan=False) + "\n")
             self._file.flush()
 
-    def _progress(self, result: StepResult, rate: float) -> None:
+    def _progress(self, result: StepResult, rate: float, figures: dict[str, float]) -> None:
         if self._file is None:
             return
         last = result.step == self._total_steps
@@ -112,7 +177,8 @@ class Metrics:
         done = result.step - self._first_step
         left = duration(self._seconds / done * (self._total_steps - result.step))
         loss = "-" if result.loss is None else f"{result.loss:.4f}"
-        text = f"step {result.step}/{self._total_steps}  loss {loss}  {rate:,.0f} tokens/s  {left} left"
+        mfu = f"  MFU {figures['mfu']:.1%}" if "mfu" in figures else ""
+        text = f"step {result.step}/{self._total_steps}  loss {loss}  {rate:,.0f} tokens/s{mfu}  {left} left"
         if on_terminal:
             self._stream.write("\r" + text.ljust(self._shown))
             self._shown = len(text)
@@ -157,3 +223,83 @@ def duration(seconds: float) -> str:
     if hours:
         return f"{hours}h{minutes:02d}m"
     return f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"
+
+
+# ------------------------------------------------------------------------------------- arithmetic of a step
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Flops:
+    model: float
+    """Forward and backward pass, nothing twice."""
+    forward: tuple[float, ...]
+    """Forward pass of each layer."""
+
+    def hardware(self, recompute_layers: int) -> float:
+        """With the first layers' forward passes again."""
+        return self.model + sum(self.forward[:recompute_layers])
+
+
+def model_flops(
+    config: ModelConfig, *, num_tokens: int, sum_squared_lengths: int, method: Method, lora_rank: int = 16
+) -> float:
+    """Floating-point operations of the forward and backward pass of one step, nothing counted twice.
+
+    As in PaLM (Chowdhery et al. 2022, appendix B), but for causal attention, LoRA and the delta rule:
+
+    products with a weight of n values: 2 n a token forward, 2 n for the gradient of the input, 2 n for that of the
+    weight where it is trained (the head counts at every token, the embedding is a lookup);
+    attention, H heads of K dimensions, a document of L tokens: two products over the L^2 / 2 pairs that causality
+    leaves, 2 H K L^2 forward, twice that backward;
+    delta rule, H heads, K x V state (Yang et al. 2024, Gated Delta Networks): the recurrence's three products,
+    6 H K V a token forward, twice that backward. That it is computed in chunks, which takes more, is not counted, nor
+    are norms, gates and convolutions.
+
+    Args:
+        config: the model.
+        num_tokens: tokens of documents in the step.
+        sum_squared_lengths: sum of the squared lengths of its documents.
+        method: full, or lora with frozen weights and adapters.
+        lora_rank: their inner width.
+    """
+    found = _flops(
+        config, num_tokens=num_tokens, sum_squared_lengths=sum_squared_lengths, method=method, lora_rank=lora_rank
+    )
+    return found.model
+
+
+def hardware_flops(
+    config: ModelConfig,
+    *,
+    num_tokens: int,
+    sum_squared_lengths: int,
+    method: Method,
+    recompute_layers: int,
+    lora_rank: int = 16,
+) -> float:
+    """``model_flops`` and the forward pass of the layers that are computed again (Korthikanti et al. 2022).
+
+    What a kernel computes again inside its backward pass is not counted.
+    """
+    found = _flops(
+        config, num_tokens=num_tokens, sum_squared_lengths=sum_squared_lengths, method=method, lora_rank=lora_rank
+    )
+    return found.hardware(recompute_layers)
+
+
+def _flops(config: ModelConfig, *, num_tokens: int, sum_squared_lengths: int, method: Method, lora_rank: int) -> _Flops:
+    per_weight = 6 if method == "full" else 4
+    head = 2 * num_tokens * config.hidden_size * config.vocab_size
+    model, forward = head * per_weight / 2, []
+    for kind in layer_types(config):
+        shapes = linear_shapes(config, kind)
+        weights = 2 * num_tokens * sum(i * o for i, o in shapes)
+        adapters = 2 * num_tokens * lora_rank * sum(i + o for i, o in shapes) if method == "lora" else 0
+        if kind == "full_attention":
+            mixing = 2 * config.num_attention_heads * config.head_dim * sum_squared_lengths
+        else:
+            state = config.linear_key_head_dim * config.linear_value_head_dim
+            mixing = 6 * num_tokens * config.linear_num_value_heads * state
+        forward.append(float(weights + adapters + mixing))
+        model += weights * per_weight / 2 + 3 * (adapters + mixing)
+    return _Flops(model=model, forward=tuple(forward))

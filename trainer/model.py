@@ -15,11 +15,13 @@ Shapes: T tokens of the packed batch, D width, C conv channels, H heads, G key/v
 R rotary dims.
 """
 
+import contextlib
+import functools
 import hashlib
 import math
+from collections.abc import Callable, Iterator
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -48,6 +50,37 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[..., D] -> [..., D]"""
         return self.kernels.rms_norm(x, self.weight, self.eps)
+
+    def add(self, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
+        """x + delta, and the norm of it; [..., D] each."""
+        if delta is None:
+            return x, self(x)
+        return self.kernels.add_rms_norm(x, delta, self.weight, self.eps)
+
+
+@contextlib.contextmanager
+def remade(value: Tensor, make: Callable[[], Tensor], *, enabled: bool) -> Iterator[None]:
+    """Inside, autograd keeps ``make`` in place of ``value``, and calls it in the backward pass.
+
+    For the input of a matrix product that is cheap to compute again from tensors that are kept anyway.
+    """
+    if not (enabled and torch.is_grad_enabled()):
+        yield
+        return
+
+    place, shape = value.data_ptr(), value.shape  # not the tensor: autograd holds `pack` on
+
+    def pack(kept: Tensor) -> Tensor | Callable[[], Tensor]:
+        return make if kept.data_ptr() == place and kept.shape == shape else kept
+
+    def unpack(kept: Tensor | Callable[[], Tensor]) -> Tensor:
+        if isinstance(kept, Tensor):
+            return kept
+        with torch.no_grad():
+            return kept()
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        yield
 
 
 class GatedRMSNorm(nn.Module):
@@ -86,23 +119,28 @@ class GatedDeltaNet(nn.Module):
         self.norm = GatedRMSNorm(self.value_dim, eps=config.rms_norm_eps, kernels=kernels)
         self.out_proj = nn.Linear(values, config.hidden_size, bias=False)
 
-    def forward(self, x_TD: Tensor, bounds: Boundaries) -> Tensor:
-        """[T, D] -> [T, D]"""
+    def forward(self, x_TD: Tensor, make_x: Callable[[], Tensor], bounds: Boundaries) -> Tensor:
+        """[T, D] -> [T, D]; ``make_x`` gives ``x_TD`` again."""
         assert self.A_log.dtype.itemsize >= 4, "A_log was rounded: change the dtype with model.to_dtype"
-        mixed_TC = self.kernels.causal_conv(self.in_proj_qkv(x_TD), self.conv1d.weight.squeeze(1), bounds)
+        kernels, again = self.kernels, self.kernels.rematerialize
+        with remade(x_TD, make_x, enabled=again):
+            mixed_TC, gate_TC = self.in_proj_qkv(x_TD), self.in_proj_z(x_TD)
+            a_TH, b_TH = self.in_proj_a(x_TD), self.in_proj_b(x_TD)
+        mixed_TC = kernels.causal_conv(mixed_TC, self.conv1d.weight.squeeze(1), bounds)
         query, key, value = torch.split(mixed_TC, self.widths, dim=-1)
-        # Log of the decay, at most 0; in fp32, because it is summed over a whole chunk.
-        step_TH = F.softplus(self.in_proj_a(x_TD).to(self.A_log.dtype) + self.dt_bias)
-        out_THV = self.kernels.gated_delta_rule(
+        decay_TH, beta_TH = kernels.delta_gates(a_TH, b_TH, self.A_log, self.dt_bias)
+        out_THV = kernels.gated_delta_rule(
             query.reshape(-1, self.num_key_heads, self.key_dim),
             key.reshape(-1, self.num_key_heads, self.key_dim),
             value.reshape(-1, self.num_value_heads, self.value_dim),
-            -self.A_log.exp() * step_TH,
-            self.in_proj_b(x_TD).sigmoid(),
+            decay_TH,
+            beta_TH,
             bounds,
         )
-        gate_THV = self.in_proj_z(x_TD).view_as(out_THV)
-        out: Tensor = self.out_proj(self.norm(out_THV, gate_THV).flatten(1))
+        gate_THV = gate_TC.view_as(out_THV)
+        normed_TC = self.norm(out_THV, gate_THV).flatten(1)
+        with remade(normed_TC, lambda: self.norm(out_THV, gate_THV).flatten(1), enabled=again):
+            out: Tensor = self.out_proj(normed_TC)
         return out
 
 
@@ -120,16 +158,21 @@ class GatedAttention(nn.Module):
         self.q_norm = RMSNorm(self.head_dim, eps=config.rms_norm_eps, kernels=kernels)
         self.k_norm = RMSNorm(self.head_dim, eps=config.rms_norm_eps, kernels=kernels)
 
-    def forward(self, x_TD: Tensor, tables: Rotary, bounds: Boundaries) -> Tensor:
-        """[T, D] -> [T, D]; tables: cosine and sine [T, R]."""
+    def forward(self, x_TD: Tensor, make_x: Callable[[], Tensor], tables: Rotary, bounds: Boundaries) -> Tensor:
+        """[T, D] -> [T, D]; ``make_x`` gives ``x_TD`` again; tables: cosine and sine [T, R]."""
+        kernels, again = self.kernels, self.kernels.rematerialize
+        with remade(x_TD, make_x, enabled=again):
+            both_THK = self._heads(self.q_proj(x_TD), 2 * self.head_dim)
+            key_TGK = self._heads(self.k_proj(x_TD), self.head_dim)
+            value_TGK = self._heads(self.v_proj(x_TD), self.head_dim)
         # Each head's query and its gate stand side by side in q_proj's output.
-        query_THK, gate_THK = torch.chunk(self._heads(self.q_proj(x_TD), 2 * self.head_dim), 2, dim=-1)
-        key_TGK = self._heads(self.k_proj(x_TD), self.head_dim)
-        value_TGK = self._heads(self.v_proj(x_TD), self.head_dim)
-        query_THK = rotate(self.q_norm(query_THK), tables)
-        key_TGK = rotate(self.k_norm(key_TGK), tables)
-        out_THK = self.kernels.attention(query_THK, key_TGK, value_TGK, bounds)
-        out: Tensor = self.o_proj((out_THK * gate_THK.sigmoid()).flatten(1))
+        query_THK, gate_THK = torch.chunk(both_THK, 2, dim=-1)
+        query_THK = kernels.norm_rotary(query_THK, self.q_norm.weight, self.q_norm.eps, *tables)
+        key_TGK = kernels.norm_rotary(key_TGK, self.k_norm.weight, self.k_norm.eps, *tables)
+        out_THK = kernels.attention(query_THK, key_TGK, value_TGK, bounds)
+        gated_TC = kernels.output_gate(out_THK, gate_THK).flatten(1)
+        with remade(gated_TC, lambda: kernels.output_gate(out_THK, gate_THK).flatten(1), enabled=again):
+            out: Tensor = self.o_proj(gated_TC)
         return out
 
     @staticmethod
@@ -147,9 +190,14 @@ class SwiGLU(nn.Module):
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
-    def forward(self, x_TD: Tensor) -> Tensor:
-        """[T, D] -> [T, D]"""
-        out: Tensor = self.down_proj(self.kernels.swiglu(self.gate_proj(x_TD), self.up_proj(x_TD)))
+    def forward(self, x_TD: Tensor, make_x: Callable[[], Tensor]) -> Tensor:
+        """[T, D] -> [T, D]; ``make_x`` gives ``x_TD`` again."""
+        swiglu, again = self.kernels.swiglu, self.kernels.rematerialize
+        with remade(x_TD, make_x, enabled=again):
+            gate_TF, up_TF = self.gate_proj(x_TD), self.up_proj(x_TD)
+        inner_TF = swiglu(gate_TF, up_TF)
+        with remade(inner_TF, lambda: swiglu(gate_TF, up_TF), enabled=again):
+            out: Tensor = self.down_proj(inner_TF)
         return out
 
 
@@ -167,13 +215,21 @@ class DecoderLayer(nn.Module):
         self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, kernels=kernels)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, kernels=kernels)
 
-    def forward(self, x_TD: Tensor, tables: Rotary, bounds: Boundaries) -> Tensor:
-        """[T, D] -> [T, D]"""
-        normed = self.input_layernorm(x_TD)
-        mixed = self.linear_attn(normed, bounds) if self.is_linear else self.self_attn(normed, tables, bounds)
-        x_TD = x_TD + mixed
-        out: Tensor = x_TD + self.mlp(self.post_attention_layernorm(x_TD))
-        return out
+    def forward(
+        self, x_TD: Tensor, delta_TD: Tensor | None, tables: Rotary, bounds: Boundaries
+    ) -> tuple[Tensor, Tensor]:
+        """Residual stream and what the layer before adds to it -> the stream and what this layer adds to it.
+
+        So every sum stands beside the norm that reads it, and one kernel does both.
+        """
+        x_TD, normed_TD = self.input_layernorm.add(x_TD, delta_TD)
+        make = functools.partial(self.input_layernorm, x_TD)
+        if self.is_linear:
+            delta_TD = self.linear_attn(normed_TD, make, bounds)
+        else:
+            delta_TD = self.self_attn(normed_TD, make, tables, bounds)
+        x_TD, normed_TD = self.post_attention_layernorm.add(x_TD, delta_TD)
+        return x_TD, self.mlp(normed_TD, functools.partial(self.post_attention_layernorm, x_TD))
 
 
 class TextModel(nn.Module):
@@ -182,7 +238,7 @@ class TextModel(nn.Module):
     def __init__(self, config: ModelConfig, *, kernels: Kernels) -> None:
         super().__init__()
         self.config = config
-        self.recompute = False
+        self.num_recomputed = 0
         # No padding_idx: padding has no targets, and a pad id inside a document is a token like any other.
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(
@@ -194,12 +250,15 @@ class TextModel(nn.Module):
         """Hidden states [T, D] after the last norm."""
         x_TD = self.embed_tokens(batch.input_ids) if inputs_embeds is None else inputs_embeds
         tables = rotary_tables(self.config, batch.position_ids, dtype=x_TD.dtype)
-        for layer in self.layers:
-            if self.recompute and torch.is_grad_enabled():
-                x_TD = checkpoint(layer, x_TD, tables, batch, use_reentrant=False, preserve_rng_state=False)
+        delta_TD: Tensor | None = None
+        for i, layer in enumerate(self.layers):
+            if i < self.num_recomputed and torch.is_grad_enabled():
+                x_TD, delta_TD = checkpoint(
+                    layer, x_TD, delta_TD, tables, batch, use_reentrant=False, preserve_rng_state=False
+                )
             else:
-                x_TD = layer(x_TD, tables, batch)
-        out: Tensor = self.norm(x_TD)
+                x_TD, delta_TD = layer(x_TD, delta_TD, tables, batch)
+        out: Tensor = self.norm.add(x_TD, delta_TD)[1]
         return out
 
 
@@ -224,13 +283,13 @@ class Qwen3_5ForCausalLM(nn.Module):  # noqa: N801 - the name under which the re
         if self.config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
 
-    def set_recompute(self, *, enabled: bool) -> None:
-        """Keep only each layer's input for the backward pass and compute the rest again there."""
-        self.model.recompute = enabled
+    def set_recompute(self, num_layers: int, /) -> None:
+        """Keep only the inputs of the first ``num_layers`` layers for the backward pass, compute the rest again."""
+        self.model.num_recomputed = num_layers
 
     def forward(self, batch: Batch) -> Tensor:
         """fp32 scalar: the sum of the cross entropy over the batch's targets; 0 where it has none."""
-        return self.kernels.loss(self.hidden(batch), self.lm_head.weight, batch.labels)
+        return self.kernels.loss(self.hidden(batch), self.lm_head.weight, batch.labels, batch.num_targets)
 
     def hidden(self, batch: Batch, *, inputs_embeds: Tensor | None = None) -> Tensor:
         """Hidden states [T, D] after the last norm; `inputs_embeds` [T, D] replaces the embedding lookup."""
@@ -284,15 +343,6 @@ def rotary_tables(config: ModelConfig, position_ids: Tensor, *, dtype: torch.dty
     frequency = 1.0 / (theta**exponent)
     angle_TR = (position_ids.float().unsqueeze(-1) * frequency).repeat(1, 2)
     return angle_TR.cos().to(dtype), angle_TR.sin().to(dtype)
-
-
-def rotate(x_THK: Tensor, tables: Rotary) -> Tensor:
-    """Turn the first R dims of every head by the token's angles; pairs are half a rotary width apart."""
-    cos_TR, sin_TR = (table.unsqueeze(1) for table in tables)
-    turned, rest = torch.split(x_THK, [cos_TR.shape[-1], x_THK.shape[-1] - cos_TR.shape[-1]], dim=-1)
-    first, second = turned.chunk(2, dim=-1)
-    turned = turned * cos_TR + torch.cat([-second, first], dim=-1) * sin_TR
-    return torch.cat([turned.to(rest.dtype), rest], dim=-1)
 
 
 def single_document(ids: list[int], *, device: torch.device) -> Batch:

@@ -6,7 +6,7 @@
     RUN/export/         a Hugging Face folder
 
 Guarantees: a folder that holds something is never written into unless the run is resumed; a run is resumed with its
-own settings, dataset and model alone, but for those that only extend it or say where things are.
+own settings, dataset and model alone, but for those that only extend it or say where and how fast.
 """
 
 import dataclasses
@@ -39,7 +39,7 @@ CONFIG = "config.json"
 
 FREE_SETTINGS = (
     "shards", "eval_shards", "micro_rows", "steps", "epochs", "eval_every", "save_every", "keep", "out", "resume",
-    "accept_slow_kernels",
+    "accept_slow_kernels", "recompute", "trace",
 )  # fmt: skip
 """Settings that may differ when a run is resumed: the dataset is known by its identity, not its path; the number of
 rows at a time on one rank, as the number of ranks, does not enter the order; the others extend or watch the run."""

@@ -294,6 +294,33 @@ def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     return (wide * (1.0 + _at_least_fp32(weight_D))).to(x.dtype)
 
 
+def add_rms_norm(x: Tensor, delta: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """A residual sum, and the zero-centred RMSNorm of it."""
+    total = x + delta
+    return total, rms_norm(total, weight_D, eps)
+
+
+def norm_rotary(x_THK: Tensor, weight_K: Tensor, eps: float, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
+    """RMSNorm of every head, then its first R dims turned by the token's angles; pairs are R / 2 dims apart."""
+    x_THK = rms_norm(x_THK, weight_K, eps)
+    cos, sin = cos_TR.unsqueeze(1), sin_TR.unsqueeze(1)
+    turned, rest = torch.split(x_THK, [cos.shape[-1], x_THK.shape[-1] - cos.shape[-1]], dim=-1)
+    first, second = turned.chunk(2, dim=-1)
+    turned = turned * cos + torch.cat([-second, first], dim=-1) * sin
+    return torch.cat([turned.to(rest.dtype), rest], dim=-1)
+
+
+def delta_gates(a_TH: Tensor, b_TH: Tensor, a_log_H: Tensor, dt_bias_H: Tensor) -> tuple[Tensor, Tensor]:
+    """Log decay, at most 0, and beta. The decay is wide, because it is summed over a whole chunk."""
+    step_TH = F.softplus(a_TH.to(a_log_H.dtype) + dt_bias_H)
+    return -a_log_H.exp() * step_TH, b_TH.sigmoid()
+
+
+def output_gate(x: Tensor, gate: Tensor) -> Tensor:
+    """x * sigmoid(gate)"""
+    return x * gate.sigmoid()
+
+
 def gated_rms_norm(x: Tensor, gate: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     """RMSNorm with a plain weight, then silu of the gate."""
     wide = _at_least_fp32(x)
@@ -306,12 +333,13 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-def loss(hidden_TD: Tensor, weight_VD: Tensor, labels_T: Tensor) -> Tensor:
-    """Summed cross entropy of the targets in fp32; tokens that are no target cost nothing.
+def loss(hidden_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, num_targets: int) -> Tensor:
+    """Summed cross entropy of the ``num_targets`` targets in fp32; tokens that are no target cost nothing.
 
     While gradients are wanted they are computed in the same pass over the vocabulary, block by block:
     three products in all, and LOSS_BLOCK logits alive at most.
     """
+    assert num_targets <= len(labels_T)
     want_grad = torch.is_grad_enabled() and (hidden_TD.requires_grad or weight_VD.requires_grad)
     return _summed_cross_entropy(hidden_TD, weight_VD, labels_T, want_grad)
 
@@ -323,7 +351,7 @@ class _SummedCrossEntropy(torch.autograd.Function):
         wide = torch.promote_types(hidden_TD.dtype, torch.float32)
         total = torch.zeros((), dtype=wide, device=hidden_TD.device)
         grad_hidden = torch.zeros_like(hidden_TD) if want_grad else None
-        grad_weight = torch.zeros_like(weight_VD, dtype=wide) if want_grad else None
+        grad_weight = torch.zeros_like(weight_VD, dtype=wide) if want_grad and weight_VD.requires_grad else None
         for rows in torch.split(targets, max(1, LOSS_BLOCK // len(weight_VD))):
             hidden, labels = hidden_TD[rows], labels_T[rows].unsqueeze(1)
             logits = (hidden @ weight_VD.T).to(wide)
@@ -331,21 +359,24 @@ class _SummedCrossEntropy(torch.autograd.Function):
             at_label = logits.gather(1, labels)
             norm = logits.exp_().sum(1, keepdim=True)
             total += (norm.log() - at_label).sum()
-            if grad_hidden is None or grad_weight is None:
+            if grad_hidden is None:
                 continue
             # In place: softmax, then minus one at the label, is the gradient of the logits.
             grad_logits = logits.div_(norm).scatter_add_(1, labels, -torch.ones_like(norm))
             narrow = grad_logits.to(weight_VD.dtype)
             grad_hidden[rows] = (narrow @ weight_VD).to(grad_hidden.dtype)
-            grad_weight += narrow.T @ hidden
+            if grad_weight is not None:
+                grad_weight += narrow.T @ hidden
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.weight_dtype = weight_VD.dtype
         return total
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         grad_hidden, grad_weight = ctx.saved_tensors
-        return grad_hidden * grads[0], (grad_weight * grads[0]).to(ctx.weight_dtype), None, None
+        if grad_weight is not None:
+            grad_weight = (grad_weight * grads[0]).to(ctx.weight_dtype)
+        return grad_hidden * grads[0], grad_weight, None, None
 
 
 _summed_cross_entropy = cast(Callable[[Tensor, Tensor, Tensor, bool], Tensor], _SummedCrossEntropy.apply)

@@ -1,11 +1,12 @@
 """One optimizer step: forward and backward over its micro-batches, then clip and update.
 
-    StepBatches ──▶ targets of the whole step ──▶ micro-steps: loss / targets, backward ──▶ reduce ──▶ clip ──▶ AdamW
+    StepBatches ──▶ targets of the whole step ──▶ micro-steps: loss / targets, backward ──▶ reduce ──▶ clip ──▶ update
 
 Guarantees: the loss is the sum over the target tokens of the whole step, over all ranks and micro-batches, divided
 by their number, so (1 x 8), (8 x 1) and (2 ranks x 4) rows have one gradient; a micro-batch, rank or step without
 a target is safe; a loss or gradient that is not finite stops the run before the weights are touched.
-Costs: one all-reduce of a count before, one of the gradients after; the device is waited for once a step.
+Costs: one all-reduce of a count before, one of the gradients after; the device is waited for once a step. Gradients
+are as narrow as the parameters: with bf16 ones, micro-steps are added up in bf16.
 """
 
 import math
@@ -22,12 +23,6 @@ from trainer.world import all_sum, world_size
 
 Schedule = Literal["cosine", "linear", "constant"]
 Precision = Literal["fp32", "bf16"]
-
-BETAS = (0.9, 0.95)
-"""Decay of Adam's two moments, as is usual for language models."""
-
-EPSILON = 1e-8
-"""Added to the root of Adam's second moment."""
 
 
 class DivergedError(ValueError):
@@ -72,16 +67,6 @@ def learning_rate(step: int, *, peak: float, schedule: Schedule, warmup_steps: i
     return peak * (1 - after if schedule == "linear" else (1 + math.cos(math.pi * after)) / 2)
 
 
-def make_optimizer(model: nn.Module, *, lr: float, weight_decay: float) -> torch.optim.AdamW:
-    """AdamW in two groups: matrices decay; norms, biases, A_log, dt_bias, all of one dimension, do not."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    groups: list[dict[str, Any]] = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW([g for g in groups if g["params"]], lr=lr, betas=BETAS, eps=EPSILON)
-
-
 def train_step(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -91,7 +76,6 @@ def train_step(
     lr: float,
     clip: float,
     device: torch.device,
-    precision: Precision,
 ) -> StepResult:
     """Do one step.
 
@@ -103,7 +87,6 @@ def train_step(
         lr: learning rate.
         clip: largest norm of the gradient; 0 leaves it as it is.
         device: where the model is.
-        precision: bf16 computes in bfloat16 where that is safe; weights and their update are fp32 always.
 
     Raises:
         DivergedError: the loss or the gradient is not finite; nothing was updated.
@@ -124,7 +107,7 @@ def train_step(
     if num_targets == 0:
         return StepResult(**counts, loss=None, grad_norm=None)
 
-    loss = compute_gradients(model, micro, num_targets=num_targets, device=device, precision=precision)
+    loss = compute_gradients(model, micro, num_targets=num_targets, device=device)
     grad_norm = _clip(model, clip)
     loss_value, norm_value = torch.stack([loss.float(), grad_norm.float()]).tolist()  # the one wait for the device
     if not (math.isfinite(loss_value) and math.isfinite(norm_value)):
@@ -137,9 +120,7 @@ def train_step(
     return StepResult(**counts, loss=loss_value, grad_norm=norm_value)
 
 
-def compute_gradients(
-    model: nn.Module, micro: Iterable[Batch], *, num_targets: int, device: torch.device, precision: Precision
-) -> Tensor:
+def compute_gradients(model: nn.Module, micro: Iterable[Batch], *, num_targets: int, device: torch.device) -> Tensor:
     """Leave in ``grad`` the gradient of the whole step, the same on all ranks.
 
     Args:
@@ -147,15 +128,13 @@ def compute_gradients(
         micro: this rank's micro-batches.
         num_targets: of the whole step, more than 0.
         device: where the model is.
-        precision: as in ``train_step``.
 
     Returns:
         The loss of the whole step, a detached scalar.
     """
     total = torch.zeros((), dtype=torch.float64, device=device)
     for batch in micro:  # one without targets runs too: with sharded weights the other ranks wait for it
-        with compute_in(precision, device):
-            loss = model(batch.to(device, non_blocking=True)) / num_targets
+        loss = model(batch.to(device, non_blocking=True)) / num_targets
         loss.backward()
         total += loss.detach()
     if world_size() > 1:
@@ -165,9 +144,7 @@ def compute_gradients(
 
 
 @torch.no_grad()
-def evaluate(
-    model: nn.Module, source: Iterable[StepBatches], *, device: torch.device, precision: Precision
-) -> float | None:
+def evaluate(model: nn.Module, source: Iterable[StepBatches], *, device: torch.device) -> float | None:
     """Mean loss of a target over everything that ``source`` yields on all ranks; None if it has no target."""
     was_training = model.training
     model.eval()
@@ -175,8 +152,7 @@ def evaluate(
     num_targets = 0
     for batches in source:
         for batch in batches.micro:
-            with compute_in(precision, device):
-                total += model(batch.to(device, non_blocking=True))
+            total += model(batch.to(device, non_blocking=True))
             num_targets += batch.num_targets
     model.train(was_training)
     if world_size() > 1:
@@ -185,25 +161,34 @@ def evaluate(
     return float(total) / num_targets if num_targets else None
 
 
-def compute_in(precision: Precision, device: torch.device) -> torch.autocast:
-    """Context in which a forward pass runs: matrix products in bfloat16, or everything as it is."""
-    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bf16")
-
-
 def _reduce_gradients(model: nn.Module) -> None:
-    """Sum every gradient over the ranks. Sharded weights will do this in their own backward pass."""
+    """Sum every gradient over the ranks, in fp32. Sharded weights will do this in their own backward pass."""
     for parameter in model.parameters():
         if parameter.requires_grad:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            dist.all_reduce(parameter.grad)
+            wide = parameter.grad.to(torch.promote_types(parameter.dtype, torch.float32))
+            dist.all_reduce(wide)
+            parameter.grad.copy_(wide)
 
 
 def _clip(model: nn.Module, clip: float) -> Tensor:
-    gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    norm = nn.utils.get_total_norm(gradients)
+    norm = gradient_norm([p.grad for p in model.parameters() if p.grad is not None])
     if clip > 0:
         nn.utils.clip_grads_with_norm_(model.parameters(), clip, norm)
+    return norm
+
+
+def gradient_norm(gradients: Iterable[Tensor]) -> Tensor:
+    """Norm of all gradients together, summed up in fp32 at least whatever they are stored in; a scalar."""
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for gradient in gradients:
+        by_dtype.setdefault(gradient.dtype, []).append(gradient)
+    norms = [
+        torch.stack(torch._foreach_norm(tensors, 2, dtype=torch.promote_types(dtype, torch.float32))).float()
+        for dtype, tensors in by_dtype.items()
+    ]
+    norm: Tensor = torch.linalg.vector_norm(torch.cat(norms))
     return norm
 
 

@@ -10,11 +10,10 @@
 
 Guarantees: on the CPU two runs of the same settings are equal bit by bit, and so is one that was interrupted, at any
 moment and any number of times, and resumed; Ctrl-C or a kill leaves no half-written checkpoint.
-Costs: memory as ``trainer.memory`` says before it begins; 12 bytes a parameter on disk for each checkpoint.
+Costs: memory as ``trainer.memory`` says before it begins; 12 bytes a trained parameter on disk for each checkpoint.
 """
 
 import dataclasses
-import datetime
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -22,73 +21,31 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 import tyro
 
 from pipeline.shards import PackedDataset
-from trainer import checkpoint, memory, record, weights
+from trainer import adapters, checkpoint, lora, memory, record, weights
 from trainer.batches import Prefetch, Reader, StepBatches
-from trainer.inputs import alternatives, check_vocabulary, choose_model, open_evaluation
+from trainer.inputs import alternatives, check_targets, check_vocabulary, choose_model, open_evaluation
 from trainer.kernels import Kernels, select
-from trainer.metrics import Metrics, duration
+from trainer.metrics import Metrics, Work, duration, peak_flops
 from trainer.model import Qwen3_5ForCausalLM
+from trainer.optimizer import make_optimizer
 from trainer.plan import Cursor, Plan
+from trainer.settings import Settings, check_settings, recompute_layers, resolve
 from trainer.sizes import ModelConfig
-from trainer.step import Precision, Schedule, evaluate, learning_rate, make_optimizer, train_step
+from trainer.step import Precision, evaluate, learning_rate, train_step
+from trainer.timeline import tracer
+from trainer.warmup import warm_up
 from trainer.world import World, barrier, join_world, say
 
 SAMPLE_TOKENIZER_SHA256 = "ea5234817e8cd4d3f69f5198f378d6abc2fe319597459b014c0168a0a5467d22"
 """tokenizer_sha256 of ``data/sample``: its shards train a small built-in configuration without ``--model``."""
 
+DTYPES: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Settings:
-    """Train a Qwen on packed shards, and write metrics, checkpoints and a Hugging Face folder."""
-
-    shards: Path
-    """The packed dataset to train on, as python -m pipeline.pack wrote it."""
-    eval_shards: Path | None = None
-    """A packed dataset to evaluate on; the same tokenizer, any row length. Each evaluation reads all of it."""
-    model: str | None = None
-    """A hub id or a folder with weights, or random:SIZE or random:CONFIG.json for random ones. By default the model
-    whose tokenizer packed the shards."""
-    method: memory.Method = "full"
-    """full trains every weight. lora is not available in this version."""
-    precision: Precision | None = None
-    """What matrix products are computed in: by default fp32 on a CPU, bf16 on a GPU. Weights are updated in fp32."""
-    rows_per_step: int = 8
-    """Rows of one optimizer step, over all ranks and micro-steps."""
-    micro_rows: int = 1
-    """Most rows that one rank works on at a time: more need more memory; the gradient stays the same."""
-    steps: int | None = None
-    """Number of steps, all of them full, over as many epochs as it takes; replaces --epochs."""
-    epochs: int = 1
-    """How often each row is seen; the last step may be smaller."""
-    lr: float = 1e-5
-    """Highest learning rate. 1e-5 suits a trained model; random weights want about 1e-3."""
-    schedule: Schedule = "cosine"
-    """How the learning rate falls after the warm-up: towards 0 (cosine, linear), or not (constant)."""
-    warmup_steps: int = 0
-    """Steps in which the learning rate rises to --lr."""
-    weight_decay: float = 0.0
-    """AdamW's weight decay of the matrices; norms, biases and the like never decay."""
-    clip: float = 1.0
-    """Largest norm of the gradient; longer ones are scaled down to it. 0 leaves all as they are."""
-    seed: int = 0
-    """Seed of the order of rows and of random weights, 0 to 2**63 - 1."""
-    eval_every: int = 0
-    """Steps between evaluations, beside those before the first and after the last step; 0 for these two alone."""
-    save_every: int = 500
-    """Steps between checkpoints, beside the one after the last step; 0 for that one alone."""
-    keep: int = 2
-    """How many of the newest checkpoints stay."""
-    out: Path | None = None
-    """Folder of the run. By default runs/DATE-MODEL-DATASET."""
-    resume: bool = False
-    """Go on from the newest checkpoint in --out, with the same settings; --steps, --epochs and how often to evaluate
-    and to save may change."""
-    accept_slow_kernels: bool = False
-    """Train on a GPU even where only the slow torch references are available for some operation."""
+STEPS_BEFORE_TRACE = 3
+"""Compilation, caches and the allocator settle in them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,7 +69,11 @@ class Inputs:
     out: Path
     """Folder of the run."""
     precision: Precision
-    """What matrix products are computed in."""
+    """What weights and activations are."""
+    recompute_layers: int
+    """How many layers compute their activations again."""
+    source: Path | None
+    """Folder of the weights that the run begins with; None for random ones."""
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -156,7 +117,9 @@ def prepare(settings: Settings, world: World) -> Inputs:
     )
     config = choose_model(spec, dataset, sample_sha256=SAMPLE_TOKENIZER_SHA256)
     check_vocabulary(config, dataset, spec or "the sample's model")
+    check_targets(dataset)
     manifest = dataset.manifest
+    num_recomputed = recompute_layers(settings, num_layers=config.num_hidden_layers)
     estimate = memory.require(
         memory.Workload(
             config=config,
@@ -165,6 +128,10 @@ def prepare(settings: Settings, world: World) -> Inputs:
             max_segments_per_row=manifest.limits["max_segments_per_row"],
             method=settings.method,
             precision=settings.precision,
+            optimizer=settings.optimizer,
+            lora_rank=settings.lora_rank,
+            recompute_layers=num_recomputed,
+            fused=world.device.type == "cuda",
             processes=1 if world.device.type == "cuda" else world.local_size,
         ),
         available=memory.available_bytes(world.device),
@@ -173,32 +140,9 @@ def prepare(settings: Settings, world: World) -> Inputs:
     )
     return Inputs(
         settings=settings, world=world, dataset=dataset, eval_dataset=eval_dataset, config=config, plan=plan,
-        estimate=estimate, out=settings.out, precision=settings.precision,
+        estimate=estimate, out=settings.out, precision=settings.precision, recompute_layers=num_recomputed,
+        source=None if spec is None else weights.weights_folder(spec),
     )  # fmt: skip
-
-
-def check_settings(settings: Settings) -> None:
-    """Refuse values that no run can have. Raises ValueError naming the flag."""
-    if settings.method == "lora":
-        raise ValueError("--method lora is not available in this version; leave it out to train every weight")
-    if settings.resume and settings.out is None:
-        raise ValueError("--resume needs --out: the folder of the run to go on with")
-    for name, least in (("micro_rows", 1), ("warmup_steps", 0), ("eval_every", 0), ("save_every", 0), ("keep", 1)):
-        if (value := getattr(settings, name)) < least:
-            raise ValueError(f"--{name.replace('_', '-')} {value} is too small; it has to be at least {least}")
-    for name in ("lr", "weight_decay", "clip"):
-        if not 0 <= (value := getattr(settings, name)) < float("inf"):
-            raise ValueError(f"--{name.replace('_', '-')} {value} has to be a number of at least 0")
-
-
-def resolve(settings: Settings, *, spec: str | None, dataset_id: str, device: torch.device) -> Settings:
-    """The settings with every default filled in, equal on all ranks."""
-    today = [datetime.date.today()]
-    if dist.is_initialized():
-        dist.broadcast_object_list(today)
-    out = settings.out or record.default_folder(model=spec or "sample", dataset_id=dataset_id, today=today[0])
-    precision = settings.precision or ("bf16" if device.type == "cuda" else "fp32")
-    return dataclasses.replace(settings, model=spec, out=out, precision=precision)
 
 
 # ---------------------------------------------------------------------------------------------- 2. build
@@ -213,23 +157,33 @@ def train(inputs: Inputs) -> None:
     """
     settings, world = inputs.settings, inputs.world
     kernels = select(world.device, accept_slow=settings.accept_slow_kernels)
+    prove(kernels, world.device)
     begin_record(inputs, kernels)
     try:
         torch.manual_seed(settings.seed)  # nothing draws from it yet; checkpoints hold its state
-        model = Qwen3_5ForCausalLM(inputs.config, kernels=kernels).to(world.device)
-        optimizer = make_optimizer(model, lr=settings.lr, weight_decay=settings.weight_decay)
+        model = build_model(inputs, kernels)
+        optimizer = make_optimizer(model, lr=settings.lr, weight_decay=settings.weight_decay, kind=settings.optimizer)
         step, cursor = start(inputs, model, optimizer)
         total_steps = step + inputs.plan.steps_left(rows_seen=cursor.rows_seen)
         if step == total_steps and settings.resume:
             say(world, f"nothing is left to train: all {total_steps} steps are done")
+        compile_kernels(inputs, model)
         path = inputs.out / "metrics.jsonl" if world.rank == 0 else None
-        with Metrics(path, step=step, total_steps=total_steps) as metrics:
+        with Metrics(path, step=step, total_steps=total_steps, work=work(inputs)) as metrics:
             loop(inputs, model, optimizer, cursor, metrics, step=step, total_steps=total_steps)
         finish(inputs, model)
     except KeyboardInterrupt:
         again = dataclasses.replace(settings, resume=True)
         say(world, f"\nstopped. {record.how_to_resume(inputs.out, again)}")
         raise
+
+
+def prove(kernels: Kernels, device: torch.device) -> None:
+    """Let the doctor prove a GPU's kernels; the references of a CPU are proven by the tests."""
+    if device.type == "cuda":
+        from trainer import doctor  # a run on a CPU needs nothing of it
+
+        doctor.require(kernels, device)
 
 
 def begin_record(inputs: Inputs, kernels: Kernels) -> None:
@@ -252,6 +206,8 @@ def begin_record(inputs: Inputs, kernels: Kernels) -> None:
     barrier()
     for choice in kernels.table:
         say(world, f"  {choice.operation:<17} {choice.implementation} {choice.version} ({choice.why})")
+    for line in kernels.warnings():
+        say(world, f"warning: {line}")
     gib = inputs.estimate.num_bytes / memory.GIB
     say(
         world,
@@ -259,8 +215,27 @@ def begin_record(inputs: Inputs, kernels: Kernels) -> None:
     )
 
 
+def build_model(inputs: Inputs, kernels: Kernels) -> Qwen3_5ForCausalLM:
+    """The model on its device with its weights, adapters too; empty where a checkpoint will set every weight."""
+    settings = inputs.settings
+    with torch.device("meta"):  # no first values, no copy in host memory
+        model = Qwen3_5ForCausalLM(inputs.config, kernels=kernels)
+    model.to_dtype(DTYPES[inputs.precision]).to_empty(device=inputs.world.device)
+    model.tie_weights()
+    if settings.method == "lora" or not (settings.resume and checkpoint.latest(inputs.out)):
+        if inputs.source is None:
+            model.init_weights(seed=settings.seed)
+        else:
+            weights.load_weights(model, inputs.source)
+    if settings.method == "lora":
+        lora.add_adapters(model, rank=settings.lora_rank, alpha=settings.lora_alpha, seed=settings.seed)
+    if inputs.recompute_layers:
+        model.set_recompute(inputs.recompute_layers)
+    return model
+
+
 def start(inputs: Inputs, model: Qwen3_5ForCausalLM, optimizer: torch.optim.Optimizer) -> tuple[int, Cursor]:
-    """Set every weight; returns the steps done and the place in the data."""
+    """Go on from the newest checkpoint, if that is asked for; returns the steps done and the place in the data."""
     settings, dataset_id = inputs.settings, inputs.dataset.manifest.dataset_id
     if settings.resume:
         state = checkpoint.load_latest(
@@ -270,12 +245,25 @@ def start(inputs: Inputs, model: Qwen3_5ForCausalLM, optimizer: torch.optim.Opti
             say(inputs.world, f"going on after step {state.step}, from {state.path}")
             return state.step, Cursor.from_state(state.cursor, dataset_id=dataset_id, seed=settings.seed)
         say(inputs.world, "there is no checkpoint yet: beginning at the first step")
-    folder = None if settings.model is None else weights.weights_folder(settings.model)
-    if folder is None:
-        model.init_weights(seed=settings.seed)
-    else:
-        weights.load_weights(model, folder)
     return 0, Cursor(dataset_id=dataset_id, seed=settings.seed)
+
+
+def compile_kernels(inputs: Inputs, model: Qwen3_5ForCausalLM) -> None:
+    """Compile what a GPU's kernels need for rows of this length, before the first step."""
+    if inputs.world.device.type != "cuda":
+        return
+    begun, manifest = time.perf_counter(), inputs.dataset.manifest
+    warm_up(
+        model,
+        num_tokens=manifest.max_tokens,
+        micro_rows=min(inputs.settings.micro_rows, inputs.settings.rows_per_step),
+        max_seqlen=manifest.limits["max_segment_tokens"],
+        device=inputs.world.device,
+    )
+    say(
+        inputs.world,
+        f"kernels are compiled for rows of {manifest.max_tokens} tokens: {duration(time.perf_counter() - begun)}",
+    )
 
 
 # ----------------------------------------------------------------------------------------------- 3. loop
@@ -297,7 +285,9 @@ def loop(
     if step == 0:
         evaluate_all(inputs, model, metrics, step=0)
     source = reader(inputs, inputs.dataset).read_all(inputs.plan, rows_seen=cursor.rows_seen)
-    with Prefetch(source) as prefetched:
+    path = inputs.out / "trace.json.gz" if settings.trace and world.rank == 0 else None
+    traced = tracer(path, first=STEPS_BEFORE_TRACE, num_steps=settings.trace)
+    with Prefetch(source) as prefetched, traced as trace:
         metrics.start_clock()
         for batches in prefetched:
             step += 1
@@ -305,10 +295,8 @@ def loop(
                 step, peak=settings.lr, schedule=settings.schedule, warmup_steps=settings.warmup_steps,
                 total_steps=total_steps,
             )  # fmt: skip
-            result = train_step(
-                model, optimizer, batches, step=step, lr=lr, clip=settings.clip, device=world.device,
-                precision=inputs.precision,
-            )  # fmt: skip
+            result = train_step(model, optimizer, batches, step=step, lr=lr, clip=settings.clip, device=world.device)
+            trace.step()
             cursor.advance(result.num_rows)
             tokens += result.num_tokens
             metrics.step(result, rows_seen=cursor.rows_seen)
@@ -320,6 +308,22 @@ def loop(
     if step > first:
         elapsed = duration(time.perf_counter() - begun)
         metrics.say(f"{step - first} steps, {tokens:,} tokens of documents in {elapsed}")
+    if world.device.type == "cuda":
+        found, expected = torch.cuda.max_memory_allocated(world.device), inputs.estimate.num_bytes
+        metrics.say(f"most memory {found / memory.GIB:.2f} GiB, estimated {expected / memory.GIB:.2f}")
+
+
+def work(inputs: Inputs) -> Work:
+    """What a token costs in this run."""
+    settings, device = inputs.settings, inputs.world.device
+    return Work(
+        config=inputs.config,
+        method=settings.method,
+        lora_rank=settings.lora_rank,
+        recompute_layers=inputs.recompute_layers,
+        device=device,
+        peak=peak_flops(device, precision=inputs.precision, num_devices=inputs.world.size),
+    )
 
 
 def due(step: int, every: int, last: int) -> bool:
@@ -348,7 +352,7 @@ def evaluate_all(inputs: Inputs, model: Qwen3_5ForCausalLM, metrics: Metrics, *,
     read = reader(inputs, inputs.eval_dataset).read
     source: Iterator[StepBatches] = (read(rows[i : i + at_once]) for i in range(0, len(rows), at_once))
     with Prefetch(source) as prefetched:
-        loss = evaluate(model, prefetched, device=inputs.world.device, precision=inputs.precision)
+        loss = evaluate(model, prefetched, device=inputs.world.device)
     metrics.evaluation(step=step, loss=loss)
 
 
@@ -373,21 +377,37 @@ def save(
 
 
 def finish(inputs: Inputs, model: Qwen3_5ForCausalLM) -> None:
-    """Export the model and say where everything lies."""
+    """Export the model or its adapter and say where everything lies."""
+    exported = inputs.out / ("export" if inputs.settings.method == "full" else "adapter")
     if inputs.world.rank == 0:
-        weights.export(
-            inputs.out / "export",
-            model=model,
-            tokenizer_dir=inputs.dataset.path / "tokenizer",
-            eos_token_ids=inputs.dataset.manifest.recipe["tokenizer"]["eos_token_ids"],
-            dtype=torch.bfloat16 if inputs.precision == "bf16" else None,
-        )
+        export(inputs, model, exported)
     barrier()
     say(
         inputs.world,
         f"done\n  metrics      {inputs.out / 'metrics.jsonl'}\n  checkpoints  {inputs.out / 'checkpoints'}\n"
-        f"  record       {inputs.out / record.CONFIG}\n  export       {inputs.out / 'export'}",
+        f"  record       {inputs.out / record.CONFIG}\n  {exported.name:<11}  {exported}",
     )
+    if inputs.settings.method == "lora" and inputs.source is not None:
+        say(
+            inputs.world,
+            f"The adapter merged into the original weights:\n  python -m trainer.adapters merge --adapter {exported} "
+            f"--source {inputs.source} --out {inputs.out / 'export'}",
+        )
+
+
+def export(inputs: Inputs, model: Qwen3_5ForCausalLM, out: Path) -> None:
+    """Write a Hugging Face folder of all weights, or a PEFT folder of the adapter."""
+    settings, tokenizer = inputs.settings, inputs.dataset.path / "tokenizer"
+    eos_token_ids = inputs.dataset.manifest.recipe["tokenizer"]["eos_token_ids"]
+    if settings.method == "full":
+        weights.export(
+            out, model=model, source=inputs.source, tokenizer_dir=tokenizer, eos_token_ids=eos_token_ids
+        )  # fmt: skip
+    else:
+        adapters.export(
+            out, model=model, source=inputs.source, rank=settings.lora_rank, alpha=settings.lora_alpha,
+            tokenizer_dir=tokenizer, eos_token_ids=eos_token_ids, base=settings.model if inputs.source else None,
+        )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -1,21 +1,25 @@
-"""Hugging Face safetensors in and out.
+"""Hugging Face safetensors in and out, tensor by tensor.
 
     load_weights(model, folder)                    # a folder, or weights_folder("Qwen/Qwen3.5-4B")
-    export(out, model=model, tokenizer_dir=dataset / "tokenizer", eos_token_ids=[248046, 248044])
+    export(out, model=model, source=folder, tokenizer_dir=dataset / "tokenizer", eos_token_ids=[248046, 248044])
 
 Reads single and sharded files, under the text model's own names (`model.layers...`) and under those of the released
-checkpoints (`model.language_model.layers...`), tensor by tensor into the model that is already there. Vision tower and
-multi-token prediction are left out, reading and writing: an export is the text model.
+checkpoints (`model.language_model.layers...`), into the model that is already there. An export has the keys, dtypes and
+configuration of the checkpoint that the run started from; vision tower and multi-token prediction, which are not
+trained, are carried through from its files. Without one (random weights) it is a `Qwen3_5ForCausalLM`.
 
-Guarantees: a missing, unexpected or misshapen text tensor stops loading; parameters that are kept in fp32 are never
-rounded; an export is compared with the model, tensor by tensor, before it appears under its name.
-Costs: loading holds one tensor beside the model; exporting one file of at most 5 GB.
+Guarantees: a missing, unexpected or misshapen text tensor stops loading; what is kept in fp32 is not rounded, unless
+the source holds it rounded; an export is read back and compared bit by bit before it appears under its name.
+Costs: loading holds one tensor beside the model; an export holds one of its files, at most 4 GB or one tensor, and
+reads the source twice.
 """
 
+import contextlib
 import copy
 import json
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,19 +29,27 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch import Tensor
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from trainer.checkpoint import publish_folder, start_folder
+from trainer.lora import adapted
 from trainer.model import Qwen3_5ForCausalLM, keeps_fp32
 from trainer.sizes import hub_revision, is_random
 
+GENERATION = "generation_config.json"
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
-SHARD_BYTES = 5 * 10**9
+SHARD_BYTES = 4 * 10**9
 """Largest file of an export; a single tensor above it has a file of its own."""
 
+Tensors = Callable[[], Iterator[tuple[str, Tensor]]]
+"""Keys and tensors of a checkpoint, made one at a time, the same ones on each call."""
+
 _LEFT_OUT = ("model.visual.", "visual.", "mtp.", "model.mtp.")
+_TOKENIZER_FILES = (
+    "tokenizer", "chat_template", "added_tokens", "special_tokens_map", "vocab", "merges",
+)  # fmt: skip
 _RELEASED, _TEXT = "model.language_model.", "model."
 
 _PROBE = "It's 3.14 o'clock\r\n\n  नमस्ते दुनिया, 你好世界 Größe e\u0301 don't 👩‍👩‍👧 x\t= [1,  22, 333]\n"
@@ -58,7 +70,7 @@ def weights_folder(spec: str) -> Path | None:
         found = huggingface_hub.snapshot_download(
             spec,
             revision=revision,
-            allow_patterns=["*.safetensors", "*.json"],
+            allow_patterns=["*.safetensors", "*.json", "*.jinja", "merges.txt"],
             local_files_only=revision is None,
         )
     except OSError as error:
@@ -78,22 +90,22 @@ def load_weights(model: Qwen3_5ForCausalLM, folder: Path) -> None:
     tied = model.config.tie_word_embeddings
     loaded: set[str] = set()
     unexpected: list[str] = []
-    for file in _weight_files(folder):
-        for key, tensor in _tensors(file):
-            name = parameter_name(key)
-            if name is None or (tied and name == "lm_head.weight"):
-                continue
-            if name not in wanted:
-                unexpected.append(key)
-                continue
-            if tensor.shape != wanted[name].shape:
-                raise ValueError(
-                    f"{file}: {key} has shape {list(tensor.shape)}, the model {list(wanted[name].shape)}; "
-                    "config.json and weights do not belong together"
-                )
-            with torch.no_grad():
-                wanted[name].copy_(tensor)
-            loaded.add(name)
+    for key, file in checkpoint_keys(folder).items():
+        name = parameter_name(key)
+        if name is None or (tied and name == "lm_head.weight"):
+            continue
+        if name not in wanted:
+            unexpected.append(key)
+            continue
+        tensor = read_tensor(file, key)
+        if tensor.shape != wanted[name].shape:
+            raise ValueError(
+                f"{file}: {key} has shape {list(tensor.shape)}, the model {list(wanted[name].shape)}; "
+                "config.json and weights do not belong together"
+            )
+        with torch.no_grad():
+            wanted[name].copy_(tensor)
+        loaded.add(name)
     missing = sorted(wanted.keys() - loaded)
     for what, names in (("lacks", missing), ("has the unexpected", sorted(unexpected))):
         if names:
@@ -121,15 +133,43 @@ def _weight_files(folder: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
-def _tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of a file that the text model may want, one at a time."""
+def checkpoint_keys(folder: Path) -> dict[str, Path]:
+    """Every key of a folder's safetensors, in the files' order, with its file.
+
+    Raises ValueError for missing and damaged files and for a key that lies in two of them.
+    """
+    found: dict[str, Path] = {}
+    for file in _weight_files(folder):
+        keys = file_keys(file)
+        if twice := found.keys() & keys:
+            raise ValueError(f"{file}: {min(twice)} lies in {found[min(twice)].name} too; fetch the checkpoint again")
+        found |= dict.fromkeys(keys, file)
+    return found
+
+
+def file_keys(file: Path) -> list[str]:
+    """The keys of one safetensors file. Raises ValueError where it is damaged."""
+    with _opened(file) as opened:
+        return list(opened.keys())
+
+
+def read_tensor(file: Path, key: str) -> Tensor:
+    """One tensor of a file, on the CPU. Its memory is the mapped file's; opened anew, so that no other pages stay."""
+    with _opened(file) as opened:
+        tensor: Tensor = opened.get_tensor(key)
+    return tensor
+
+
+@contextlib.contextmanager
+def _opened(file: Path) -> Iterator[Any]:
     try:
         with safe_open(file, framework="pt") as opened:
-            for key in opened.keys():  # noqa: SIM118 - not a mapping
-                if parameter_name(key) is not None:
-                    yield key, opened.get_tensor(key)
+            yield opened
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{file}: damaged or not a safetensors file ({error}); fetch it again") from error
+
+
+# --------------------------------------------------------------------------------------------- out
 
 
 def export(
@@ -138,98 +178,211 @@ def export(
     model: Qwen3_5ForCausalLM,
     tokenizer_dir: Path | None,
     eos_token_ids: Sequence[int],
+    source: Path | None = None,
     dtype: torch.dtype | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> Path:
-    """Write a folder that `transformers.AutoModelForCausalLM` loads with equal logits; return it.
+    """Write a folder that transformers loads with equal logits; return it.
 
     Args:
-        tokenizer_dir: the dataset's `tokenizer/`; copied, with a class that keeps its splitting rule.
-        eos_token_ids: where generation ends.
-        dtype: of the written weights, those that stay fp32 aside; the model's own by default.
+        tokenizer_dir: the dataset's `tokenizer/`; copied, with a class that keeps its splitting rule. By default the
+            source's own.
+        eos_token_ids: where generation ends, beside what the source says.
+        source: the checkpoint that the model was loaded from: gives class, keys, dtypes and all that is not trained.
+        dtype: of the written weights, those that stay fp32 aside, where there is no source; by default the model's.
 
     A former export at `out` is replaced once the new one is complete and compared; another folder there is refused.
     """
+    assert not adapted(model), "a model with adapters is exported by trainer.adapters"
+    assert source is None or dtype is None, "a source's dtypes are kept"
+
+    def tensors() -> Iterator[tuple[str, Tensor]]:
+        return _own_tensors(model, dtype) if source is None else _like_source(source, model)
+
+    def companions(folder: Path) -> None:
+        if source is not None:
+            carry_companions(source, folder, tokenizer_dir=tokenizer_dir, eos_token_ids=eos_token_ids)
+            return
+        _write_config(folder, model, dtype, eos_token_ids)
+        if tokenizer_dir is not None:
+            copy_tokenizer(tokenizer_dir, folder)
+
+    return write_checkpoint(out, source=source, tensors=tensors, companions=companions, shard_bytes=shard_bytes)
+
+
+def write_checkpoint(
+    out: Path,
+    *,
+    source: Path | None,
+    tensors: Tensors,
+    companions: Callable[[Path], None],
+    shard_bytes: int = SHARD_BYTES,
+) -> Path:
+    """Write tensors and what `companions` puts beside them, read them back, compare, and give the folder its name.
+
+    Raises ValueError where `out` is something else than an export, or the source itself.
+    """
     if out.exists() and (not (out / "config.json").is_file() or out.is_symlink()):
         raise ValueError(f"{out} exists and is not an export; choose another folder or remove it")
+    if source is not None and source.resolve().is_relative_to(out.resolve()):
+        raise ValueError(f"{out} holds the source {source}, which an export does not replace; choose another folder")
+    with publishing(out) as temporary:
+        _write_shards(temporary, tensors(), shard_bytes)
+        companions(temporary)
+        compare_files(checkpoint_keys(temporary), tensors())
+    return out
+
+
+@contextlib.contextmanager
+def publishing(out: Path) -> Iterator[Path]:
+    """A folder to write into, which gets its name if nothing is raised; else it is removed: it may fill the disk."""
     temporary = start_folder(out)
-    state = _state(model, dtype)
-    _write_weights(temporary, state, shard_bytes)
+    try:
+        yield temporary
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    publish_folder(temporary, out)
+
+
+def compare_files(files: dict[str, Path], tensors: Iterator[tuple[str, Tensor]]) -> None:
+    """Read written keys back; raises ValueError unless they are exactly these, with their dtypes, shapes and bits."""
+    left = dict(files)
+    for key, expected in tensors:
+        if key not in left:
+            raise ValueError(f"{key} is missing after writing; check the disk and export again")
+        if not _same_bits(read_tensor(left[key], key), expected):
+            raise ValueError(
+                f"{left[key]}: {key} differs from the model after writing; check the disk and export again"
+            )
+        del left[key]
+    if left:
+        raise ValueError(f"{len(left)} unexpected tensors after writing, {min(left)} first; export again")
+
+
+def _same_bits(first: Tensor, second: Tensor) -> bool:
+    """Compared as bytes: NaN equals itself, and -0 is not 0."""
+    if first.dtype != second.dtype or first.shape != second.shape:
+        return False
+    flat = (tensor.cpu().contiguous().reshape(-1).view(torch.uint8) for tensor in (first, second))
+    return torch.equal(*flat)
+
+
+def _write_config(
+    folder: Path, model: Qwen3_5ForCausalLM, dtype: torch.dtype | None, eos_token_ids: Sequence[int]
+) -> None:
+    """The configuration of a text model that comes from no checkpoint."""
     config = copy.deepcopy(model.config)
     config.architectures = ["Qwen3_5ForCausalLM"]
     config.dtype = dtype or model.lm_head.weight.dtype
     config.eos_token_id = list(eos_token_ids)
-    config.save_pretrained(temporary)
-    _write_json(
-        temporary / "generation_config.json",
-        {"eos_token_id": list(eos_token_ids), "pad_token_id": config.pad_token_id},
-    )
-    if tokenizer_dir is not None:
-        _copy_tokenizer(tokenizer_dir, temporary)
-    compare(temporary, state)
-    publish_folder(temporary, out)
-    return out
+    config.save_pretrained(folder)
+    ends = {"eos_token_id": list(eos_token_ids), "pad_token_id": config.pad_token_id}
+    write_json(folder / GENERATION, ends)
 
 
-def compare(folder: Path, state: Mapping[str, Tensor]) -> None:
-    """Read an export back; raises ValueError unless it holds exactly these tensors."""
-    left = dict(state)
-    for file in _weight_files(folder):
-        for key, tensor in _tensors(file):
-            expected = left.pop(key, None)
-            if expected is None or tensor.dtype != expected.dtype or not torch.equal(tensor, expected.cpu()):
-                raise ValueError(f"{file}: {key} differs from the model after writing; check the disk and export again")
+def _own_tensors(model: Qwen3_5ForCausalLM, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
+    """Every parameter once (a tied head is not), under its own name."""
+    for name, parameter in model.named_parameters():
+        yield name, parameter.detach().cpu().to(parameter.dtype if dtype is None or keeps_fp32(name) else dtype)
+
+
+def _like_source(source: Path, model: Qwen3_5ForCausalLM) -> Iterator[tuple[str, Tensor]]:
+    """The source's keys in its order: our parameters in its dtypes, and the rest as it is."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))  # a tied head may be stored all the same
+    left = {name for name, _ in model.named_parameters()}
+    for key, file in checkpoint_keys(source).items():
+        tensor = read_tensor(file, key)
+        name = parameter_name(key)
+        if name is None:
+            yield key, tensor
+            continue
+        if name not in parameters or parameters[name].shape != tensor.shape:
+            raise ValueError(
+                f"{file}: {key} {list(tensor.shape)} does not fit the model: not what the run started from"
+            )
+        left.discard(name)
+        yield key, parameters[name].detach().cpu().to(tensor.dtype)
     if left:
-        raise ValueError(f"{folder}: {len(left)} tensors are missing after writing, {next(iter(left))} first")
+        raise ValueError(f"{source} lacks {min(left)}: it is not what the run started from")
 
 
-def _state(model: Qwen3_5ForCausalLM, dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """What is written: every parameter once (a tied head is not), in its dtype."""
-    return {
-        name: parameter.detach().to(parameter.dtype if dtype is None or keeps_fp32(name) else dtype)
-        for name, parameter in model.named_parameters()
-    }
+def _write_shards(folder: Path, tensors: Iterator[tuple[str, Tensor]], shard_bytes: int) -> None:
+    """Write tensors as they come, a file at a time; an index where there are several."""
+    written: list[list[str]] = []
+    shard: dict[str, Tensor] = {}
+    filled = total = 0
 
+    def flush() -> None:
+        save_file(shard, folder / f"{len(written)}.safetensors", metadata={"format": "pt"})
+        written.append(list(shard))
+        shard.clear()
 
-def _write_weights(folder: Path, state: Mapping[str, Tensor], shard_bytes: int) -> None:
-    shards: list[dict[str, Tensor]] = [{}]
-    filled = 0
-    for name, tensor in state.items():
-        if shards[-1] and filled + tensor.nbytes > shard_bytes:
-            shards.append({})
+    for key, tensor in tensors:
+        if shard and filled + tensor.nbytes > shard_bytes:
+            flush()
             filled = 0
-        shards[-1][name] = tensor
+        # One storage each: safetensors refuses a tied head beside its embedding.
+        shared = {held.untyped_storage().data_ptr() for held in shard.values()}
+        shard[key] = tensor.clone() if tensor.untyped_storage().data_ptr() in shared else tensor.contiguous()
         filled += tensor.nbytes
-    files = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
-    files = [SINGLE] if len(shards) == 1 else files
-    for file, shard in zip(files, shards, strict=True):
-        ready = {name: tensor.cpu().contiguous() for name, tensor in shard.items()}
-        save_file(ready, folder / file, metadata={"format": "pt"})
-    if len(shards) > 1:
-        weight_map = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
-        total = sum(tensor.nbytes for tensor in state.values())
-        _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+        total += tensor.nbytes
+    flush()
+    names = [f"model-{i:05d}-of-{len(written):05d}.safetensors" for i in range(1, len(written) + 1)]
+    names = [SINGLE] if len(written) == 1 else names
+    for i, name in enumerate(names):
+        (folder / f"{i}.safetensors").rename(folder / name)
+    if len(written) > 1:
+        weight_map = {key: name for name, keys in zip(names, written, strict=True) for key in keys}
+        write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
 
-def _copy_tokenizer(source: Path, target: Path) -> None:
+def carry_companions(source: Path, target: Path, *, tokenizer_dir: Path | None, eos_token_ids: Sequence[int]) -> None:
+    """Copy what lies beside a checkpoint's weights: configurations, processors; the tokenizer from `tokenizer_dir`.
+
+    generation_config.json ends generation at `eos_token_ids` too; every other file is copied byte for byte.
+    """
+    for file in sorted(source.iterdir()):
+        theirs = tokenizer_dir is None or not file.name.startswith(_TOKENIZER_FILES)
+        if file.is_file() and file.suffix in (".json", ".jinja", ".txt") and file.name != INDEX and theirs:
+            shutil.copyfile(file, target / file.name)
+    if tokenizer_dir is not None:
+        copy_tokenizer(tokenizer_dir, target)
+    settings = target / GENERATION
+    found: dict[str, Any] = json.loads(settings.read_text(encoding="utf-8")) if settings.is_file() else {}
+    theirs_end = found.get("eos_token_id") or []
+    ends = [theirs_end] if isinstance(theirs_end, int) else list(theirs_end)
+    if new := [token for token in eos_token_ids if token not in ends]:
+        write_json(settings, {**found, "eos_token_id": [*new, *ends]})
+
+
+def copy_tokenizer(source: Path, target: Path) -> None:
     """Copy the tokenizer; name the plain fast class where the given one splits text in another way."""
     for file in sorted(source.iterdir()):
-        if file.is_file():
+        if file.is_file() and file.name.startswith(_TOKENIZER_FILES):
             shutil.copyfile(file, target / file.name)
     settings = target / "tokenizer_config.json"
     found: dict[str, Any] = json.loads(settings.read_text(encoding="utf-8")) if settings.is_file() else {}
     if not found or not _splits_alike(target):
-        _write_json(settings, {**found, "tokenizer_class": "PreTrainedTokenizerFast"})
-    if not _splits_alike(target):
+        write_json(settings, {**found, "tokenizer_class": "PreTrainedTokenizerFast"})
+    if _splits_alike(target):
+        return
+    if not _splits_alike(target, chosen=PreTrainedTokenizerFast):
         raise ValueError(f"{source}: transformers reads this tokenizer as another one; look at tokenizer_config.json")
+    warnings.warn(  # recent versions go by the configuration's model_type, whatever the tokenizer says
+        f"{source}: transformers' AutoTokenizer splits text otherwise than tokenizer.json beside this model's "
+        "config.json; load it with PreTrainedTokenizerFast.from_pretrained, and check that the dataset was packed with "
+        "this model's own tokenizer",
+        stacklevel=2,
+    )
 
 
-def _splits_alike(folder: Path) -> bool:
-    """Whether transformers' choice of class gives the ids of tokenizer.json on the probe."""
+def _splits_alike(folder: Path, *, chosen: Any = AutoTokenizer) -> bool:
+    """Whether transformers' class, of its own choice by default, gives the ids of tokenizer.json on the probe."""
     expected: list[int] = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(_PROBE).ids
-    loaded: Any = AutoTokenizer.from_pretrained(folder)
-    return bool(loaded(_PROBE)["input_ids"] == expected)
+    return bool(chosen.from_pretrained(folder)(_PROBE)["input_ids"] == expected)
 
 
-def _write_json(path: Path, value: object) -> None:
+def write_json(path: Path, value: object) -> None:
+    """Indented, with unescaped text and a line break at the end."""
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

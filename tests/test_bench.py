@@ -1,0 +1,359 @@
+"""The stock loop, the rungs of the ladder and the records made of them, on a CPU at a tiny width."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from pipeline.shards import PackedDataset
+from tests.packed import make_packed, random_rows
+from tests.tiny import tiny_config
+from trainer import bench, curves, ladder, metrics, rungs, stock
+from trainer.batches import IGNORE_INDEX, make_batch
+from trainer.kernels import select
+from trainer.model import Qwen3_5ForCausalLM
+from trainer.reference import causal_conv, gated_delta_rule
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    rows = random_rows(num_rows=6, max_tokens=64, vocab_size=199)
+    return make_packed(tmp_path_factory.mktemp("packed") / "rows", rows, max_tokens=64, vocab_size=199)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("model") / "tiny.json"
+    path.write_text(json.dumps(tiny_config(num_hidden_layers=12).to_dict()))
+    return f"random:{path}"
+
+
+@pytest.fixture(autouse=True)
+def _stock_model_may_be_imported_already(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stock, "without_fused_kernels", lambda: None)
+
+
+# ------------------------------------------------------------------------------------------ the stock loop
+
+
+def test_documents_of_a_dataset_are_all_of_it(shards: Path) -> None:
+    dataset = PackedDataset.open(shards)
+    found = stock.documents(dataset)
+    totals = dataset.manifest.totals
+    assert sum(len(d.input_ids) for d in found) == totals["tokens"]
+    assert sum(int(d.loss_mask.sum()) for d in found) == totals["targets"]
+    assert len(found) == totals["pieces"]
+
+
+def document(length: int, number: int = 0) -> stock.Document:
+    ids = np.arange(100, 100 + length, dtype=np.int32)
+    return stock.Document(doc_id=number, input_ids=ids, loss_mask=np.arange(length) % 2 == 1)
+
+
+def test_padded_batches_hold_what_fits_in_the_order_given() -> None:
+    found = stock.padded_batches([document(n) for n in (40, 50, 30, 90, 120, 5)], most_tokens=100, pad_id=0)
+    assert [tuple(b.input_ids.shape) for b in found] == [(2, 50), (1, 30), (1, 90), (1, 120), (1, 5)]
+    first = found[0]
+    assert first.attention_mask.sum(1).tolist() == [40, 50]
+    assert first.input_ids[0, 40:].unique().tolist() == [0]
+    assert first.labels[0, :4].tolist() == [IGNORE_INDEX, 101, IGNORE_INDEX, 103]
+    assert first.labels[0, 40:].unique().tolist() == [IGNORE_INDEX]
+    assert (first.num_tokens, first.num_targets, first.sum_squared_lengths) == (90, 45, 1600 + 2500)
+
+
+def test_hidden_packages_cannot_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    monkeypatch.delitem(sys.modules, "transformers.models.qwen3_5.modeling_qwen3_5", raising=False)
+    for name in stock.FUSED:
+        monkeypatch.setitem(sys.modules, name, sys)
+    assert stock.fused_kernels_in_use()
+    stock.without_fused_kernels()
+    assert not stock.fused_kernels_in_use()
+    with pytest.raises(ImportError):
+        __import__("fla")
+
+
+def test_more_or_fewer_layers_keep_the_order_of_kinds() -> None:
+    config = tiny_config(num_hidden_layers=4)
+    longer = stock.with_layers(config, 8)
+    assert longer.layer_types == 2 * (3 * ["linear_attention"] + ["full_attention"])
+    assert stock.with_layers(longer, 4).to_dict() == config.to_dict()
+
+
+def test_weights_filled_in_place_have_the_trainers_distributions() -> None:
+    config = tiny_config(hidden_size=256, vocab_size=500)
+    with stock.created_on(CPU, torch.bfloat16):
+        model = Qwen3_5ForCausalLM(config, kernels=select(CPU))
+    assert torch.get_default_dtype() == torch.float32
+    stock.fill_weights(model, seed=3, std=config.initializer_range)
+    expected = Qwen3_5ForCausalLM(config, kernels=select(CPU))
+    expected.init_weights(seed=3)
+    expected.to_dtype(torch.bfloat16)
+    for (name, ours), (_, theirs) in zip(model.named_parameters(), expected.named_parameters(), strict=True):
+        assert ours.dtype == theirs.dtype, name
+        (mean, std), (expected_mean, expected_std) = ((p.detach().float().mean(), p.detach().float().std(correction=0))
+                                                      for p in (ours, theirs))  # fmt: skip
+        if ours.numel() > 1000:
+            assert std.item() == pytest.approx(expected_std.item(), rel=0.1), name
+        assert (mean - expected_mean).abs() <= 2 * expected_std, name
+
+
+def test_packed_rows_in_the_stock_model_have_our_loss(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.models.qwen3_5 import modeling_qwen3_5 as theirs
+
+    def conv(x_BCT: Tensor, weight: Tensor, bias: None, *, activation: str, seq_idx: Tensor, **_: Any) -> Tensor:
+        assert activation == "silu"
+        assert bias is None
+        assert torch.equal(seq_idx[0], batch.seq_idx)
+        return causal_conv(x_BCT[0].T, weight, batch).T[None]
+
+    def delta(q: Tensor, k: Tensor, v: Tensor, *, g: Tensor, beta: Tensor, cu_seqlens: Tensor, **_: Any) -> Any:
+        assert torch.equal(cu_seqlens, batch.cu_seqlens)
+        return gated_delta_rule(q[0], k[0], v[0], g[0], beta[0], batch)[None], None
+
+    monkeypatch.setattr(theirs, "causal_conv1d_fn", conv)
+    monkeypatch.setattr(theirs, "torch_chunk_gated_delta_rule", delta)
+    dataset = PackedDataset.open(shards)
+    batch = make_batch([dataset[0]], max_seqlen=64)
+    config = tiny_config()
+    ours = curves.first_weights(config, seed=1, precision="fp32")
+    model = stock.build_stock(config, device=CPU, dtype=torch.float32, seed=0)
+    model.load_state_dict(ours.state_dict())
+    loss = stock.packed_loss(model, batch, num_targets=batch.num_targets)
+    assert loss.item() == pytest.approx(ours(batch).item() / batch.num_targets, rel=1e-5)
+
+
+# ------------------------------------------------------------------------------------------------ rungs
+
+
+def job(shards: Path, model: str, rung: str, **changes: Any) -> rungs.Job:
+    fields: dict[str, Any] = {
+        "rung": rung, "shards": shards, "model": model, "layers": (4,), "steps": 2, "padded_tokens": 0, "recompute": 2,
+        "device": "cpu", "precision": "fp32", "profile": False, "traces": None,
+    }  # fmt: skip
+    return rungs.Job(**(fields | changes))
+
+
+def run(given: rungs.Job) -> dict[str, Any]:
+    written: list[dict[str, Any]] = []
+    rungs.run(given, lambda result: written.append(json.loads(json.dumps(result))))
+    assert [len(result["runs"]) for result in written] == [*range(len(given.layers) + 1), len(given.layers)]
+    return written[-1]
+
+
+@pytest.mark.parametrize("rung", ["stock_padded", "sorted_padded", "full_bf16", "full_bf16_nomaster", "lora_bf16"])
+def test_a_rung_measures_steps_over_different_documents(shards: Path, tiny: str, rung: str) -> None:
+    result = run(job(shards, tiny, rung))
+    assert result["status"] == "ok"
+    (found,) = result["runs"]
+    assert found["layers"] == 4
+    assert (found["trained"] < found["parameters"]) == (rung == "lora_bf16")
+    one, two = found["steps"]
+    assert one["loss"] != two["loss"]
+    for step in (one, two):
+        assert 0 < step["optimizer_seconds"] < step["seconds"]
+        assert 0 < step["targets"] < step["tokens"] <= step["slots"]
+        assert step["sum_squared_lengths"] <= step["slots_sum_squared_lengths"]
+        assert step["loss"] == pytest.approx(np.log(199), rel=0.1)
+
+
+def test_a_rung_profiles_a_step_and_keeps_the_trace(shards: Path, tiny: str, tmp_path: Path) -> None:
+    result = run(job(shards, tiny, "full_bf16", profile=True, traces=tmp_path, steps=1, precision="bf16"))
+    assert [p.name for p in tmp_path.iterdir()] == ["full_bf16-4-layers.json.gz"]
+    found = result["runs"][0]["profile"]
+    assert found["num_steps"] == 1
+    assert found["num_cpu_calls"] > 500
+    assert found["num_gpu_ops"] == 0
+
+
+def test_what_runs_out_of_memory_keeps_what_was_measured_before(
+    shards: Path, tiny: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measure(_: rungs.Job, config: Any, device: torch.device, *, first: bool) -> dict[str, Any]:
+        if not first:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB\nmore")
+        return {"layers": config.num_hidden_layers}
+
+    monkeypatch.setattr(rungs, "measure", measure)
+    written: list[dict[str, Any]] = []
+    rungs.run(job(shards, tiny, "full_bf16", layers=(4, 8)), written.append)
+    assert written[-1]["status"] == "out of memory"
+    assert written[-1]["detail"] == "at 8 layers: CUDA out of memory. Tried to allocate 9 GiB"
+    assert written[-1]["runs"] == [{"layers": 4}]
+
+
+def test_padded_batches_that_do_not_fit_are_halved_once(
+    shards: Path, tiny: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[tuple[int, int]] = []
+
+    def measure(given: rungs.Job, config: Any, device: torch.device, *, first: bool) -> dict[str, Any]:
+        tried.append((given.padded_tokens, config.num_hidden_layers))
+        if tried[-1] == (64, 8):
+            raise torch.OutOfMemoryError("out")
+        return {"layers": config.num_hidden_layers}
+
+    monkeypatch.setattr(rungs, "measure", measure)
+    written: list[dict[str, Any]] = []
+    rungs.run(job(shards, tiny, "stock_padded", layers=(4, 8)), written.append)
+    assert tried == [(64, 4), (64, 8), (32, 4), (32, 8)]
+    assert written[-1] == {
+        "status": "ok", "recompute": 0, "padded_tokens": 32, "runs": [{"layers": 4}, {"layers": 8}],
+    }  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------------- figures
+
+
+def measured(layers: int, seconds: list[float], *, optimizer: float = 0.0, ops: int | None = None) -> dict[str, Any]:
+    step = {"tokens": 900, "slots": 1000, "sum_squared_lengths": 5000, "slots_sum_squared_lengths": 6000}
+    steps = [{**step, "seconds": s, "optimizer_seconds": optimizer} for s in seconds]
+    found: dict[str, Any] = {"layers": layers, "peak_gib": 10.0 * layers, "steps": steps}
+    return found if ops is None else found | {"profile": {"num_gpu_ops": ops, "num_cpu_calls": 2 * ops, "num_waits": 1}}
+
+
+@pytest.fixture
+def _flops(monkeypatch: pytest.MonkeyPatch) -> None:
+    def model_flops(config: Any, *, num_tokens: int, sum_squared_lengths: int, method: str) -> float:
+        return 1e9 * num_tokens
+
+    def hardware_flops(config: Any, *, recompute_layers: int, num_tokens: int, **_: Any) -> float:
+        return 1e9 * num_tokens * (1 + recompute_layers / config.num_hidden_layers)
+
+    monkeypatch.setattr(metrics, "model_flops", model_flops, raising=False)
+    monkeypatch.setattr(metrics, "hardware_flops", hardware_flops, raising=False)
+    monkeypatch.setattr(metrics, "PEAK", 1e12, raising=False)
+
+
+def value(found: ladder.Figures, name: str) -> float:
+    return float(found[name]["value"])
+
+
+@pytest.mark.usefixtures("_flops")
+def test_full_rungs_are_extrapolated_along_a_line_with_an_eighth_of_the_update() -> None:
+    runs = [
+        measured(4, [0.4, 0.4, 9.0], optimizer=0.1, ops=400),
+        measured(8, [0.7, 0.7, 0.7], optimizer=0.2, ops=700),
+    ]  # fmt: skip
+    found = ladder.figures("full_bf16", {"runs": runs, "device": "cuda"}, tiny_config(num_hidden_layers=64))
+    compute, update = 0.3 + 15 * 0.2, 1.6
+    assert value(found, "full_bf16_optimizer_ms") == pytest.approx(1600)
+    assert value(found, "full_bf16_tokens_per_s") == pytest.approx(900 / (compute + update / 8), abs=0.1)
+    hours = 257.7e6 / 32 * (compute + update / 32) / 900 / 3600
+    assert value(found, "full_bf16_ultrachat_hours_32_gpus") == pytest.approx(hours, abs=0.01)
+    assert value(found, "full_bf16_mfu") == pytest.approx(0.9 / (compute + update / 8), abs=1e-4)
+    assert value(found, "full_bf16_hardware_mfu") == pytest.approx(1.0 / (compute + update / 8), abs=1e-4)
+    assert value(found, "full_bf16_gpu_ops") == 400 + 15 * 300
+    assert found["full_bf16_peak_gib"] == {"value": 80.0, "unit": "GiB at 8 layers"}
+    assert "64 layers, extrapolated from 4 and 8" in found["full_bf16_tokens_per_s"]["unit"]
+
+
+@pytest.mark.usefixtures("_flops")
+def test_lora_is_measured_whole_with_all_of_its_update() -> None:
+    result = {"runs": [measured(64, [2.0], optimizer=0.5, ops=9)], "device": "cuda", "recompute": 16}
+    found = ladder.figures("lora_bf16", result, tiny_config(num_hidden_layers=64))
+    assert value(found, "lora_bf16_tokens_per_s") == 450
+    assert value(found, "lora_bf16_hardware_mfu") == pytest.approx(1.25 / 2)
+    assert value(found, "lora_bf16_gpu_ops") == 9
+    assert "extrapolated" not in str(found)
+
+
+def test_padded_rungs_count_every_batch_and_scale_operations_of_the_fewest_layers() -> None:
+    runs = [measured(4, [0.2, 0.6], ops=100), measured(8, [0.4, 1.0])]
+    found = ladder.figures("stock_padded", {"runs": runs, "device": "cpu"}, tiny_config(num_hidden_layers=64))
+    assert value(found, "stock_padded_tokens_per_s") == pytest.approx(900 / (0.4 + 15 * 0.3), abs=0.1)
+    assert value(found, "stock_padded_gpu_ops") == 1600
+    assert "in proportion to 4" in found["stock_padded_gpu_ops"]["unit"]
+    assert value(found, "stock_padded_document_share") == 0.9
+
+
+def test_one_number_of_layers_gives_no_rate() -> None:
+    result = {"runs": [measured(4, [0.2])], "device": "cpu"}
+    assert list(ladder.figures("full_bf16", result, tiny_config(num_hidden_layers=64))) == ["full_bf16_peak_gib"]
+    assert ladder.figures("full_bf16", {"runs": []}, tiny_config()) == {}
+
+
+# ---------------------------------------------------------------------------------------------- records
+
+
+@pytest.fixture
+def processes(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Results by rung in place of processes."""
+    results: dict[str, Any] = {}
+    monkeypatch.setattr(bench, "in_a_process", lambda module, job, *, timeout: dict(results[job["rung"]]))
+    return results
+
+
+def test_the_record_holds_each_rung_as_it_finishes_and_failures_with_their_reason(
+    shards: Path, tiny: str, tmp_path: Path, processes: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    commit = tmp_path / "commit"
+    commit.write_text("abc123-dirty\n")
+    record = tmp_path / "records"
+    command = [
+        "ladder", "--shards", str(shards), "--model", tiny, "--record", str(record), "--device", "cpu", "--commit",
+        str(commit), "--notes", "a test",
+    ]  # fmt: skip
+    processes["stock_padded"] = {
+        "status": "ok",
+        "padded_tokens": 4096,
+        "runs": [measured(4, [0.4]), measured(8, [0.8])],
+    }
+    processes["full_bf16"] = {"status": "timeout", "detail": "stopped after 9 s", "runs": [measured(4, [0.1])]}
+    assert bench.main([*command, "--rungs", "stock_padded,full_bf16"]) == 1
+    (path,) = record.iterdir()
+    found = json.loads(path.read_text())
+    assert found["what"] == "ladder"
+    assert found["commit"] == "abc123-dirty"
+    assert found["num_gpus"] == 0
+    assert found["versions"]["torch"] == torch.__version__
+    assert found["figures"]["stock_padded_tokens_per_s"]["value"] == 750
+    assert found["rungs"]["full_bf16"]["detail"] == "stopped after 9 s"
+    assert "full_bf16_tokens_per_s" not in found["figures"]
+    assert found["notes"].endswith("a test")
+    assert "padding included: stock_padded 4,096." in found["notes"]
+
+    processes["full_bf16"] = {"status": "ok", "runs": [measured(4, [0.1]), measured(8, [0.2])]}
+    assert bench.main([*command, "--rungs", "full_bf16"]) == 0
+    found = json.loads(path.read_text())
+    assert found["figures"]["full_bf16_tokens_per_s"]["value"] == 3000
+    assert found["figures"]["stock_padded_tokens_per_s"]["value"] == 750
+    capsys.readouterr()
+    assert bench.main(["table", str(path)]) == 0
+    printed = capsys.readouterr().out
+    assert "| `stock_padded` | 750 |" in printed
+    assert "| `full_bf16` | 3,000 |" in printed
+
+
+def test_an_unknown_rung_or_folder_is_an_error(
+    tmp_path: Path, shards: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert bench.main(["ladder", "--shards", str(shards), "--rungs", "fastest"]) == 2
+    assert "fastest unknown; there are stock_padded" in capsys.readouterr().err
+    assert bench.main(["ladder", "--shards", str(tmp_path), "--rungs", "full_bf16"]) == 2
+    assert "no dataset is there" in capsys.readouterr().err
+
+
+def test_a_process_that_hangs_or_fails_leaves_what_it_handed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "made_up.py").write_text(
+        "import json, sys, time\n"
+        "job = json.load(open(sys.argv[1]))\n"
+        "json.dump({'status': 'started', 'runs': [job['number']]}, open(sys.argv[2], 'w'))\n"
+        "if job['hang']: time.sleep(60)\n"
+        "raise RuntimeError('broken')\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    failed = bench.in_a_process("made_up", {"number": 1, "hang": False}, timeout=30)
+    assert failed == {"status": "failed", "detail": "RuntimeError: broken", "runs": [1]}
+    assert "Traceback" in capsys.readouterr().err
+    hung = bench.in_a_process("made_up", {"number": 2, "hang": True}, timeout=2)
+    assert hung == {"status": "timeout", "detail": "stopped after 2 s", "runs": [2]}

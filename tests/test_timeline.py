@@ -1,0 +1,205 @@
+"""What trainer.timeline says of small made-up traces, whose numbers are known, and of a real one."""
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from trainer.timeline import analyse, kind, main, read, summary, tracer, union
+
+Event = dict[str, Any]
+
+
+def span(cat: str, name: str, begin: float, end: float, **fields: Any) -> Event:
+    tid = fields.pop("tid", 1)
+    return {"ph": "X", "cat": cat, "name": name, "ts": begin, "dur": end - begin, "tid": tid, "args": fields}
+
+
+def op(name: str, begin: float, end: float, **fields: Any) -> Event:
+    return span("cpu_op", name, begin, end, **fields)
+
+
+def launch(begin: float, correlation: int) -> Event:
+    return span("cuda_runtime", "cudaLaunchKernel", begin, begin + 5, correlation=correlation)
+
+
+def kernel(name: str, begin: float, end: float, correlation: int, **fields: Any) -> Event:
+    return span("kernel", name, begin, end, correlation=correlation, tid=fields.pop("stream", 7))
+
+
+def mark(number: int, begin: float, end: float) -> Event:
+    return span("user_annotation", f"ProfilerStep#{number}", begin, end)
+
+
+def two_steps() -> list[Event]:
+    """Microseconds. The GPU lags: the first step's last kernel runs while the CPU is in the second."""
+    return [
+        mark(3, 0, 100),
+        op("aten::mm", 10, 30),
+        launch(20, 1),
+        op("aten::add", 40, 60),
+        launch(50, 2),
+        kernel("sm90_xmma_gemm_bf16", 30, 90, 1),
+        kernel("vectorized_add", 95, 130, 2),
+        mark(4, 100, 200),
+        op("aten::mm", 110, 120),
+        launch(112, 3),
+        kernel("sm90_xmma_gemm_bf16", 140, 180, 3),
+    ]
+
+
+def test_work_on_the_gpu_belongs_to_the_step_that_launched_it() -> None:
+    first, second = analyse(two_steps())
+    assert (first.num_gpu_ops, second.num_gpu_ops) == (2, 1)
+    assert first.wall_ms == pytest.approx(0.130)
+    assert second.wall_ms == pytest.approx(0.070)
+    assert first.gpu_busy_ms == pytest.approx(0.095)
+    assert first.gpu_idle_ms == pytest.approx(0.035)
+    assert first.largest_gap_ms == pytest.approx(0.030)
+    assert second.gpu_idle_ms == pytest.approx(0.030)
+    assert second.largest_gap_ms == pytest.approx(0.020)
+
+
+def test_a_step_that_waits_for_the_gpu_ends_with_its_annotation() -> None:
+    events = [mark(0, 0, 50), launch(5, 1), kernel("a", 10, 30, 1), mark(1, 50, 90), launch(55, 2)]
+    first, second = analyse([*events, kernel("a", 60, 80, 2)])
+    assert first.wall_ms == pytest.approx(0.050)
+    assert second.wall_ms == pytest.approx(0.040)
+
+
+def test_overlapping_streams_count_once_in_busy_time_and_twice_by_kernel() -> None:
+    (step,) = analyse([
+        mark(0, 0, 100),
+        launch(1, 1),
+        launch(7, 2),
+        kernel("a", 10, 50, 1),
+        kernel("a", 30, 70, 2, stream=8),
+    ])  # fmt: skip
+    assert step.gpu_busy_ms == pytest.approx(0.060)
+    assert step.kernels == {"a": (pytest.approx(0.080), 2)}
+    assert step.kind_ms == {"other": pytest.approx(0.080)}
+
+
+def test_nested_operations_count_once_in_time_and_each_in_number_and_threads_add_up() -> None:
+    (step,) = analyse([
+        mark(0, 0, 100),
+        op("aten::linear", 10, 50),
+        op("aten::mm", 20, 40),
+        launch(25, 1),
+        op("backward", 30, 60, tid=2),
+    ])  # fmt: skip
+    assert step.cpu_ms == pytest.approx(0.070)
+    assert (step.num_ops, step.num_runtime_calls, step.num_launches, step.num_cpu_calls) == (3, 1, 1, 4)
+
+
+def test_each_wait_is_named_with_what_is_around_it() -> None:
+    (step,) = analyse([
+        mark(0, 0, 100),
+        op("aten::mm", 1, 5),
+        op("aten::item", 10, 50),
+        op("aten::_local_scalar_dense", 12, 48),
+        span("cuda_runtime", "cudaMemcpyAsync", 15, 18, correlation=1),
+        span("cuda_runtime", "cudaStreamSynchronize", 20, 40),
+        span("gpu_memcpy", "Memcpy DtoH (Device -> Pinned)", 30, 38, correlation=1, tid=7),
+        span("user_annotation", "metrics", 60, 90),
+        span("cuda_runtime", "cudaDeviceSynchronize", 70, 80),
+        span("cuda_runtime", "cudaEventSynchronize", 92, 93),
+    ])  # fmt: skip
+    assert step.waits == {
+        "aten::item > aten::_local_scalar_dense > cudaStreamSynchronize": 1,
+        "aten::item > aten::_local_scalar_dense": 1,
+        "metrics > cudaDeviceSynchronize": 1,
+        "cudaEventSynchronize": 1,
+    }
+    assert (step.num_waits, step.num_scalar_reads, step.num_copies_to_host) == (3, 1, 1)
+
+
+def test_what_lies_outside_of_every_step_is_left_out() -> None:
+    events = [*two_steps(), op("aten::zeros", 500, 600), launch(510, 9), kernel("late", 520, 530, 9)]
+    assert [step.num_gpu_ops for step in analyse(events)] == [2, 1]
+    assert [step.num_ops for step in analyse(events)] == [2, 1]
+
+
+def test_a_trace_without_steps_is_one_step_and_one_without_work_has_none() -> None:
+    (step,) = analyse([event for event in two_steps() if event["cat"] != "user_annotation"])
+    assert step.num_gpu_ops == 3
+    assert step.wall_ms == pytest.approx(0.170)
+    assert analyse([mark(0, 0, 10)]) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64", "matrix"),
+        ("nvjet_tst_256x128_64x4_1x2_h_bz_coopA_TNT", "matrix"),
+        ("void cutlass::device_kernel<at::cuda::detail::enable_3x_kernel_for_sm9x<cutlass::gemm::kernel>>", "matrix"),
+        ("void cutlass::device_kernel<flash::enable_sm90<flash::FlashAttnFwdSm90>>", "attention"),
+        ("fmha_cutlassB_bf16_aligned_64x64_k128_sm80(PyTorchMemEffAttention::AttentionBackwardKernel)", "attention"),
+        ("chunk_gated_delta_rule_fwd_kernel_h_blockdim64", "delta rule"),
+        ("tilelang_fused_chunk_gdr_fwd_kernel", "delta rule"),
+        ("void at::native::vectorized_elementwise_kernel<4>", "other"),
+        ("void at::native::(anonymous namespace)::cunn_SoftMaxForward", "other"),
+    ],
+)
+def test_kernels_are_told_apart_by_name(name: str, expected: str) -> None:
+    assert kind(name) == expected
+
+
+def test_union_merges_what_overlaps() -> None:
+    assert union([(5, 6), (0, 2), (1, 3), (3, 4)]) == [(0, 4), (5, 6)]
+
+
+def test_a_real_trace_has_the_steps_that_were_asked_for(tmp_path: Path) -> None:
+    path = tmp_path / "run" / "trace.json.gz"
+    weight = torch.randn(32, 32, requires_grad=True)
+    with tracer(path, first=2, num_steps=2) as trace:
+        for _ in range(6):
+            (torch.randn(8, 32) @ weight).sum().backward()
+            float(weight.detach().sum())
+            trace.step()
+    assert [p.name for p in path.parent.iterdir()] == ["trace.json.gz"]
+    steps = analyse(read(path))
+    assert len(steps) == 2
+    for step in steps:
+        assert step.num_ops > 4
+        assert 0 < step.cpu_ms <= 2 * step.wall_ms  # forward and backward threads
+        assert step.num_scalar_reads == 1
+        assert list(step.waits) == ["aten::item > aten::_local_scalar_dense"]
+    assert summary(steps)["num_gpu_ops"] == 0
+
+
+def test_tracing_nothing_costs_nothing_and_writes_nothing(tmp_path: Path) -> None:
+    for path, num_steps in ((None, 3), (tmp_path / "trace.json", 0)):
+        with tracer(path, first=1, num_steps=num_steps) as trace:
+            trace.step()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_two_traces_stand_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one, two = tmp_path / "one.json", tmp_path / "two.json.gz"
+    one.write_text(json.dumps({"traceEvents": two_steps()}))
+    two.write_bytes(gzip.compress(json.dumps(two_steps()[:7]).encode()))
+    assert main([str(one), str(two)]) == 0
+    printed = capsys.readouterr().out
+    assert "one.json" in printed.splitlines()[0]
+    assert "two.json.gz" in printed.splitlines()[0]
+    (line,) = [line for line in printed.splitlines() if line.startswith("GPU operations")]
+    assert line.split()[2:] == ["1.500", "2"]
+    assert main([str(one), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["one.json"]
+    assert found["num_steps"] == 2
+    assert found["matrix_share"] == pytest.approx(100 / 135, abs=1e-3)
+    assert found["top_kernels"][0] == {"name": "sm90_xmma_gemm_bf16", "ms": 0.05, "count": 1.0, "share": 0.7407}
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"[1]", b"\x1f\x8bbroken", b'{"traceEvents": 3}', b"[]"])
+def test_a_file_that_is_no_trace_is_an_error_that_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes
+) -> None:
+    path = tmp_path / "trace.json"
+    path.write_bytes(content)
+    assert main([str(path)]) == 2
+    assert str(path) in capsys.readouterr().err

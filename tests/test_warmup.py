@@ -1,0 +1,50 @@
+"""Warming up meets every kind of row and leaves the model as it was."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.tiny import tiny_model
+from trainer.batches import make_batch
+from trainer.kernels import select
+from trainer.warmup import SEGMENTS, made_up_row, warm_up
+
+CPU = torch.device("cpu")
+
+
+def test_warming_up_meets_every_number_of_documents_and_changes_nothing() -> None:
+    kernels, met = select(CPU), []
+
+    def conv(x: Any, weight: Any, bounds: Any) -> Any:
+        met.append((len(bounds.cu_seqlens) - 1, torch.is_grad_enabled()))
+        return kernels.causal_conv(x, weight, bounds)
+
+    model = tiny_model(kernels=dataclasses.replace(kernels, causal_conv=conv))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    state = torch.get_rng_state()
+    warm_up(model, num_tokens=64, micro_rows=2, max_seqlen=64, device=CPU)
+    assert set(met) == {(2 * number, grad) for number in SEGMENTS for grad in (True, False)}
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_no_made_up_document_is_longer_than_kernels_are_told() -> None:
+    warm_up(tiny_model(), num_tokens=40, micro_rows=1, max_seqlen=15, device=CPU)
+    with pytest.raises(ValueError, match="max_segment_tokens"):
+        make_batch([made_up_row(num_tokens=40, num_segments=2)], max_seqlen=15)
+
+
+@given(num_tokens=st.integers(1, 300), number=st.sampled_from(SEGMENTS))
+def test_a_made_up_row_is_a_valid_row(num_tokens: int, number: int) -> None:
+    num_segments = min(num_tokens, number)
+    row = made_up_row(num_tokens=num_tokens, num_segments=num_segments)
+    batch = make_batch([row], max_seqlen=num_tokens)
+    assert len(batch.cu_seqlens) == num_segments + 1
+    assert (batch.cu_seqlens.diff() > 0).all()
+    assert batch.position_ids[batch.cu_seqlens[:-1]].tolist() == [0] * num_segments
+    assert batch.num_targets == int(row.loss_mask.sum())

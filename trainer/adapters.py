@@ -1,0 +1,238 @@
+"""Adapters in PEFT's format, and checkpoints with adapters merged in.
+
+    export(run / "adapter", model=model, source=folder, rank=16, alpha=32.0, ...)
+    python -m trainer.adapters merge --adapter RUN/adapter --source FOLDER --out FOLDER
+
+`PeftModel.from_pretrained` loads the folder onto the class that the source's config.json names (with a vision tower:
+`model.language_model.layers...`), or onto the text class where that is asked for. The targets are spelt as a pattern of
+whole names, so that neither the head nor vision and MTP modules of the same short names match.
+
+Guarantees: a folder is read back and compared before it appears under its name; merging reads the original weights
+again, adds in fp32 and rounds once, to the source's dtype, and carries everything else through.
+Costs: an adapter is one file of (inputs + outputs) * rank numbers a layer; merging reads the source twice and holds one
+file of the result.
+"""
+
+import json
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import tyro
+from safetensors.torch import save_file
+from torch import Tensor
+
+from trainer.lora import adapted
+from trainer.model import Qwen3_5ForCausalLM
+from trainer.weights import (
+    GENERATION,
+    SHARD_BYTES,
+    carry_companions,
+    checkpoint_keys,
+    compare_files,
+    copy_tokenizer,
+    file_keys,
+    parameter_name,
+    publishing,
+    read_tensor,
+    weights_folder,
+    write_checkpoint,
+    write_json,
+)
+
+CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+
+TARGETS = (
+    r"layers\.\d+\.(linear_attn\.(in_proj_qkv|in_proj_z|in_proj_b|in_proj_a|out_proj)"
+    r"|self_attn\.(q_proj|k_proj|v_proj|o_proj)|mlp\.(gate_proj|up_proj|down_proj))"
+)
+"""Every linear layer of both layer kinds, below the text model's name; PEFT matches whole names."""
+
+_OTHER_FORMULAS = ("use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "fan_in_fan_out", "modules_to_save")
+_PEFT = "base_model.model."
+_TEXT, _RELEASED = "model.", "model.language_model."
+
+
+def export(
+    out: Path,
+    *,
+    model: Qwen3_5ForCausalLM,
+    source: Path | None,
+    rank: int,
+    alpha: float,
+    for_class: Literal["source", "text"] = "source",
+    tokenizer_dir: Path | None = None,
+    eos_token_ids: Sequence[int] = (),
+    base: str | None = None,
+) -> Path:
+    """Write the model's adapters as a folder that PEFT loads; return it.
+
+    Args:
+        source: the checkpoint that the run started from; None for random weights, which are the text class's.
+        for_class: `source` for the class that the source's config.json names, `text` for `Qwen3_5ForCausalLM`.
+        tokenizer_dir: the dataset's `tokenizer/`; copied.
+        eos_token_ids: where generation ends; goes into generation_config.json, which `merge` reads.
+        base: name of the base model for people and programs, a hub id or a folder; `source` by default.
+
+    A former adapter at `out` is replaced; another folder there is refused.
+    """
+    if out.exists() and (not (out / CONFIG).is_file() or out.is_symlink()):
+        raise ValueError(f"{out} exists and is not an adapter; choose another folder or remove it")
+    prefix = _RELEASED if for_class == "source" and source is not None and _is_released(source) else _TEXT
+    tensors = _peft_tensors(model, prefix)
+    base = base or (None if source is None else str(source))
+    with publishing(out) as folder:
+        save_file(tensors, folder / TENSORS, metadata={"format": "pt"})
+        write_json(folder / CONFIG, _peft_config(prefix, rank=rank, alpha=alpha, base=base))
+        if eos_token_ids:
+            write_json(folder / GENERATION, {"eos_token_id": list(eos_token_ids)})
+        if tokenizer_dir is not None:
+            copy_tokenizer(tokenizer_dir, folder)
+        compare_files(dict.fromkeys(file_keys(folder / TENSORS), folder / TENSORS), iter(tensors.items()))
+    return out
+
+
+def merge(source: Path, adapter: Path, out: Path, *, shard_bytes: int = SHARD_BYTES) -> Path:
+    """Write the source with an adapter added to its weights, in its own class, keys and dtypes; return the folder.
+
+    Raises ValueError for an adapter that does not fit the source or that PEFT would compute otherwise.
+    """
+    config = _read_config(adapter)
+    scale = config["lora_alpha"] / config["r"]
+    file = adapter / TENSORS
+    halves = _halves(file)
+
+    def tensors() -> Iterator[tuple[str, Tensor]]:
+        left = set(halves)
+        for key, place in checkpoint_keys(source).items():
+            weight = read_tensor(place, key)
+            layer = (parameter_name(key) or "").removesuffix(".weight")
+            if layer in left:
+                left.remove(layer)
+                a_RI, b_OR = (read_tensor(file, halves[layer][half]) for half in ("lora_A", "lora_B"))
+                weight = merged(weight, a_RI, b_OR, scale)
+            yield key, weight
+        if left:
+            raise ValueError(
+                f"{source} lacks {min(left)}.weight, for which {adapter} has an adapter; is it its base model?"
+            )
+
+    def companions(folder: Path) -> None:
+        ends = adapter / GENERATION
+        eos_token_ids = json.loads(ends.read_text(encoding="utf-8"))["eos_token_id"] if ends.is_file() else []
+        tokenizer_dir = adapter if (adapter / "tokenizer.json").is_file() else None
+        carry_companions(source, folder, tokenizer_dir=tokenizer_dir, eos_token_ids=eos_token_ids)
+
+    return write_checkpoint(out, source=source, tensors=tensors, companions=companions, shard_bytes=shard_bytes)
+
+
+def merged(weight_OI: Tensor, a_RI: Tensor, b_OR: Tensor, scale: float) -> Tensor:
+    """W + scale B A, computed in fp32 (fp64 for an fp64 weight) and rounded once to the weight's dtype."""
+    if a_RI.shape != (b_OR.shape[1], weight_OI.shape[1]) or b_OR.shape[0] != weight_OI.shape[0]:
+        raise ValueError(
+            f"an adapter of {list(b_OR.shape)} by {list(a_RI.shape)} does not fit a weight of {list(weight_OI.shape)}; "
+            "it belongs to another model"
+        )
+    exact = torch.promote_types(weight_OI.dtype, torch.float32)
+    return torch.addmm(weight_OI.to(exact), b_OR.to(exact), a_RI.to(exact), alpha=scale).to(weight_OI.dtype)
+
+
+def _is_released(source: Path) -> bool:
+    """Whether the source's config.json names the class with a vision tower."""
+    config: dict[str, Any] = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    names = config.get("architectures") or []
+    return "Qwen3_5ForConditionalGeneration" in names if names else "text_config" in config
+
+
+def _peft_tensors(model: Qwen3_5ForCausalLM, prefix: str) -> dict[str, Tensor]:
+    """Both halves of every adapter, on the CPU, under PEFT's names."""
+    layers = adapted(model)
+    assert layers, "the model has no adapters"
+    return {
+        f"{_PEFT}{prefix}{name.removeprefix(_TEXT)}.{half}.weight": value.detach().cpu().contiguous()
+        for name, layer in layers.items()
+        for half, value in (("lora_A", layer.lora_A), ("lora_B", layer.lora_B))
+    }
+
+
+def _peft_config(prefix: str, *, rank: int, alpha: float, base: str | None) -> dict[str, Any]:
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": rank,
+        "lora_alpha": int(alpha) if float(alpha).is_integer() else alpha,
+        "lora_dropout": 0.0,
+        "target_modules": prefix.replace(".", r"\.") + TARGETS,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "use_rslora": False,
+        "use_dora": False,
+        "modules_to_save": None,
+        "init_lora_weights": True,
+        "inference_mode": True,
+    }
+
+
+def _read_config(adapter: Path) -> dict[str, Any]:
+    """A plain LoRA's configuration. Raises ValueError for one that is computed in another way."""
+    try:
+        config: dict[str, Any] = json.loads((adapter / CONFIG).read_text(encoding="utf-8"))
+        sane = config["r"] >= 1 and math.isfinite(config["lora_alpha"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{adapter / CONFIG}: not an adapter's configuration ({error!r})") from error
+    other = [name for name in _OTHER_FORMULAS if config.get(name)]
+    if not sane or other or config.get("bias", "none") != "none":
+        what = ", ".join(other) or "this one"
+        raise ValueError(f"{adapter / CONFIG}: merging knows plain LoRA alone, not {what}; merge it with peft")
+    return config
+
+
+def _halves(file: Path) -> dict[str, dict[str, str]]:
+    """Keys of an adapter's file under our name of the layer and lora_A or lora_B; both are there."""
+    found: dict[str, dict[str, str]] = {}
+    for key in file_keys(file):
+        layer, _, half = key.removeprefix(_PEFT).removesuffix(".weight").rpartition(".")
+        name = parameter_name(layer)
+        if not key.startswith(_PEFT) or half not in ("lora_A", "lora_B") or name is None:
+            raise ValueError(f"{file}: {key} is no adapter of a text layer; merge this one with peft")
+        found.setdefault(name, {})[half] = key
+    if alone := [name for name, halves in found.items() if len(halves) < 2]:
+        raise ValueError(f"{file} has one half of {min(alone)} alone; export the adapter again")
+    return found
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    """Merge an adapter into the weights that it was trained on."""
+
+    adapter: Path
+    """Folder with adapter_config.json, such as RUN/adapter."""
+    source: str
+    """Folder or hub id of the checkpoint that the run started from."""
+    out: Path
+    """Folder to write; a former export there is replaced."""
+
+
+def main() -> int:
+    """The command line. Returns the exit status: 0, or 1 where nothing was written."""
+    settings = tyro.extras.subcommand_cli_from_dict({"merge": Settings}, prog="python -m trainer.adapters")
+    try:
+        source = weights_folder(settings.source)
+        if source is None:
+            raise ValueError(
+                f"--source {settings.source}: random weights are in no checkpoint; pass a folder or a hub id"
+            )
+        print(f"merged: {merge(source, settings.adapter, settings.out)}")
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,311 @@
+"""Measure training on this machine and write records of it.
+
+    python -m trainer.bench ladder --shards data/packed --record data/records      how fast, from stock to ours
+    python -m trainer.bench curves --shards data/packed --record data/records      do the losses agree
+    python -m trainer.bench table data/records/2026-11-30-ladder-....json           the README's table
+
+Each rung and each curve runs in a process of its own, so that neither memory nor a hidden package of one is there in
+the next; when it is done, or out of time or memory, the record is written again, whole, with it in.
+
+Guarantees: what was measured stays when something later fails or the run is cut short; what failed is in the record
+with its reason; a rung measured again replaces its former self.
+Costs: importing and compiling for every process, half a minute on a machine that has the kernels in its cache.
+"""
+
+import json
+import os
+import platform
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import tyro
+
+from trainer import curves, ladder
+from trainer.rungs import RUNGS, Job
+from trainer.sizes import resolve_config
+from trainer.step import Precision
+
+PACKAGES = (
+    "torch", "triton", "transformers", "flash-linear-attention", "causal-conv1d", "flash-qla", "liger-kernel",
+    "torchao", "numpy",
+)  # fmt: skip
+"""Their versions go into a record."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Common:
+    """What both measurements take."""
+
+    shards: Path
+    """Packed rows of real chats."""
+    record: Path = Path("data/records")
+    """Folder of the record."""
+    device: str = "cuda" if torch.cuda.is_available() else "cpu"
+    """cuda or cpu."""
+    precision: Precision = "bf16"
+    """Of weights and activations."""
+    commit: str = ""
+    """The commit measured, or a file that holds it, for a copy of the program without .git."""
+    notes: str = ""
+    """What else a reader should know, of the rows for example."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ladder(Common):
+    """Measure ways to train, each in a process of its own."""
+
+    rungs: str = ",".join(RUNGS)
+    """Which, in this order, with commas."""
+    model: str = "random:27B"
+    """The width, and the number of layers that is extrapolated to."""
+    layers: str = "4,8"
+    """Numbers of layers that full rungs are measured at: multiples of 4 keep the mix of layers."""
+    lora_layers: int = 0
+    """Layers of the LoRA rung; 0 for all."""
+    lora_recompute: int = 20
+    """Of these, how many are computed again in the backward pass."""
+    steps: int = 8
+    """Measured steps of a rung on fused kernels."""
+    slow_steps: int = 2
+    """Measured steps of a rung on torch's fallbacks."""
+    padded_tokens: int = 0
+    """Most tokens of a padded batch; 0 for the dataset's row length."""
+    rung_timeout: float = 240.0
+    """Seconds that one rung may take, imports and compilation included."""
+    profile: bool = True
+    """Profile one step, for the numbers of operations."""
+    traces: Path | None = None
+    """Keep the traces there, for python -m trainer.timeline."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Curves(Common):
+    """Compare loss curves: ours, transformers' padded loop, documents one by one, batches sorted by length."""
+
+    variants: str = ",".join(curves.VARIANTS)
+    """Which, with commas; the others are compared with ours_packed."""
+    model: str = "random:0.8B"
+    """The model; its weights are random, the same for all."""
+    num_layers: int = 0
+    """Layers of it; 0 for all."""
+    steps: int = 200
+    """Steps of each curve."""
+    rows_per_step: int = 4
+    """Rows whose documents one step takes."""
+    lr: float = 3e-4
+    """Highest learning rate."""
+    warmup_steps: int = 20
+    """Steps in which it rises."""
+    fp32_steps: int = 10
+    """Steps of the fp32 variants, which run on the CPU's references and are slow."""
+    seed: int = 0
+    """Of weights and order."""
+    stock_fused: bool = False
+    """Let transformers' model use fla and causal-conv1d in bf16; else its torch fallbacks serve."""
+    at_once: int = 1
+    """How many variants train at the same time on the one device: their times do not count, their memory adds up."""
+    time_box: float = 120.0
+    """Seconds of training that one variant may take; a shorter curve is compared as far as it goes."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Table:
+    """Print a record as a Markdown table."""
+
+    path: Annotated[Path, tyro.conf.Positional]
+    """A record of the ladder or of the curves."""
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code: 0, 1 if something measured failed, 2 for an error of the input."""
+    given = sys.argv[1:] if args is None else list(args)
+    commands = (
+        Annotated[Ladder, tyro.conf.subcommand("ladder")]
+        | Annotated[Curves, tyro.conf.subcommand("curves")]
+        | Annotated[Table, tyro.conf.subcommand("table")]
+    )
+    settings: Any = tyro.cli(commands, prog="python -m trainer.bench", args=given)
+    command = "python -m trainer.bench " + shlex.join(given)
+    try:
+        if isinstance(settings, Table):
+            found = json.loads(settings.path.read_text(encoding="utf-8"))
+            print((ladder if found["what"] == "ladder" else curves).table(found))
+            return 0
+        return run_ladder(settings, command) if isinstance(settings, Ladder) else run_curves(settings, command)
+    except (ValueError, OSError, KeyError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def run_ladder(settings: Ladder, command: str) -> int:
+    """Measure the rungs and print the table."""
+    names = _names(settings.rungs, tuple(RUNGS), "--rungs")
+    config = resolve_config(settings.model)
+    path, former = _begin(settings, "ladder")
+    rungs: dict[str, Any] = dict(former.get("rungs", {}))
+    for name in names:
+        rung = RUNGS[name]
+        layers = (settings.lora_layers,) if rung.method == "lora" else tuple(map(int, settings.layers.split(",")))
+        job = Job(
+            rung=name, shards=settings.shards, model=settings.model, layers=layers,
+            steps=settings.steps if rung.fused else settings.slow_steps,
+            padded_tokens=settings.padded_tokens, recompute=settings.lora_recompute, device=settings.device,
+            precision=settings.precision, profile=settings.profile, traces=settings.traces,
+        )  # fmt: skip
+        result = in_a_process("trainer.rungs", asdict(job), timeout=settings.rung_timeout)
+        rungs[name] = {**result, "device": settings.device, "command": command, "commit": find_commit(settings.commit)}
+        found: ladder.Figures = {}
+        for one, measured in rungs.items():
+            found |= ladder.figures(one, measured, config)
+        notes = ladder.notes(config, rungs, settings.notes)
+        record = describe("ladder", settings, command, found, notes) | {"rungs": rungs}
+        write_whole(path, record)
+        print(f"{name}: {result['status']} {result.get('detail', '')}", flush=True)
+    print(f"{path}\n\n{ladder.table(json.loads(path.read_text(encoding='utf-8')))}")
+    return int(any(rungs[name]["status"] != "ok" for name in names))
+
+
+def run_curves(settings: Curves, command: str) -> int:
+    """Train every variant and print how far the curves lie apart."""
+    names = _names(settings.variants, tuple(curves.VARIANTS), "--variants")
+    path, former = _begin(settings, "curves")
+    results: dict[str, Any] = dict(former.get("variants", {}))
+    commit = find_commit(settings.commit)
+
+    def train(name: str) -> dict[str, Any]:
+        lines = path.with_name(f"{path.stem}-{name}.jsonl")
+        job = curves.Job(
+            variant=name, shards=settings.shards, model=settings.model, num_layers=settings.num_layers,
+            steps=settings.steps, fp32_steps=settings.fp32_steps, rows_per_step=settings.rows_per_step, lr=settings.lr,
+            warmup_steps=settings.warmup_steps, seed=settings.seed, time_box=settings.time_box, device=settings.device,
+            precision=settings.precision, stock_fused=settings.stock_fused, out=lines,
+        )  # fmt: skip
+        found = in_a_process("trainer.curves", asdict(job), timeout=settings.time_box + 180)
+        return {**found, "file": lines.name, "command": command, "commit": commit}
+
+    with ThreadPoolExecutor(max_workers=settings.at_once) as pool:
+        for name, result in zip(names, pool.map(train, names), strict=True):
+            results[name] = result
+            found = curves.figures({one: curves.losses(path.with_name(r["file"])) for one, r in results.items()})
+            notes = f"{curves.NOTES} {settings.notes}".strip()
+            write_whole(path, describe("curves", settings, command, found, notes) | {"variants": results})
+            print(f"{name}: {result['status']} {result.get('detail', '')}", flush=True)
+    print(f"{path}\n\n{curves.table(json.loads(path.read_text(encoding='utf-8')))}")
+    return int(any(results[name]["status"] not in ("ok", "out of time") for name in names))
+
+
+def _names(text: str, known: tuple[str, ...], flag: str) -> list[str]:
+    names = [name for name in text.split(",") if name]
+    if unknown := [name for name in names if name not in known]:
+        raise ValueError(f"{flag}: {', '.join(unknown)} unknown; there are {', '.join(known)}")
+    return names
+
+
+def _begin(settings: Common, what: str) -> tuple[Path, dict[str, Any]]:
+    """The record's file and what it holds already."""
+    if not (settings.shards / "manifest.json").is_file():
+        raise ValueError(f"--shards {settings.shards}: no dataset is there; python -m pipeline.pack writes one")
+    name, num_gpus = machine(settings.device)
+    slug = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") if num_gpus else f"{os.cpu_count()}-cores"
+    path = settings.record / f"{datetime.now(UTC).date().isoformat()}-{what}-{slug}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path, json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+
+def in_a_process(module: str, job: dict[str, Any], *, timeout: float) -> dict[str, Any]:
+    """Run ``python -m module JOB RESULT`` and return its result; `status` says how it ended."""
+    with tempfile.TemporaryDirectory() as folder:
+        job_file, result_file, log = (Path(folder) / name for name in ("job.json", "result.json", "log.txt"))
+        job_file.write_text(json.dumps(job, default=str), encoding="utf-8")
+        with log.open("w") as output:
+            process = subprocess.Popen(
+                [sys.executable, "-m", module, str(job_file), str(result_file)],
+                stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
+            )  # fmt: skip
+            try:
+                code: int | None = process.wait(timeout)
+            except subprocess.TimeoutExpired:
+                code = None
+            finally:
+                if process.poll() is None:  # too slow, or this program was interrupted
+                    os.killpg(process.pid, signal.SIGKILL)
+                    process.wait()
+        result = json.loads(result_file.read_text(encoding="utf-8")) if result_file.exists() else {}
+        printed = log.read_text(encoding="utf-8", errors="replace").strip()
+    if code != 0:
+        print(printed[-4000:], file=sys.stderr)
+    if code is None:
+        return {**result, "status": "timeout", "detail": f"stopped after {timeout:.0f} s"}
+    if code:
+        return {**result, "status": "failed", "detail": printed.splitlines()[-1][:300] if printed else f"exit {code}"}
+    return dict(result)
+
+
+def describe(what: str, settings: Common, command: str, found: ladder.Figures, notes: str) -> dict[str, Any]:
+    """A record without what was measured beside the figures."""
+    name, num_gpus = machine(settings.device)
+    return {
+        "what": what,
+        "date": datetime.now(UTC).date().isoformat(),
+        "command": command,
+        "commit": find_commit(settings.commit),
+        "machine": name,
+        "num_gpus": num_gpus,
+        "versions": {"python": platform.python_version(), "cuda": torch.version.cuda, **_versions()},
+        "figures": found,
+        "notes": notes,
+    }
+
+
+def machine(device: str) -> tuple[str, int]:
+    """Name of the machine and the number of its GPUs that are measured; takes no memory of the GPU."""
+    if device == "cuda":
+        query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+        found = subprocess.run(query, capture_output=True, text=True, check=False).stdout.splitlines()
+        return found[0].strip() if found else "cuda", 1
+    return f"{os.cpu_count()} cores, {platform.processor() or platform.machine()}, {platform.system()}", 0
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def find_commit(given: str) -> str | None:
+    """What --commit says or the file that it names holds; else the commit here, -dirty where files differ."""
+    if given:
+        return Path(given).read_text(encoding="utf-8").strip() if Path(given).is_file() else given
+    root = Path(__file__).resolve().parents[1]
+    if not (root / ".git").exists():
+        return None
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    return found.stdout.strip() or None
+
+
+def write_whole(path: Path, record: dict[str, Any]) -> None:
+    """Write it whole or not at all."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    temporary.replace(path)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,55 @@
+"""Compile every kernel of a run before its first step, so that none of its rows waits for a compiler.
+
+Kernels are compiled for shapes, which a run has few of: rows of one length. But some choose among variants by the
+number of documents in a row, a few, some or many, and each variant takes its compiler half a minute. So made-up rows of
+every kind pass through the model, forward and backward, as those of training and of evaluation do.
+
+Costs: minutes on a machine that compiles for the first time, else a few seconds.
+"""
+
+import numpy as np
+import torch
+
+from pipeline.shards import Row
+from trainer.batches import make_batch
+from trainer.model import Qwen3_5ForCausalLM
+
+SEGMENTS = (1, 2, 4, 6, 16)
+"""Documents in a made-up row. FlashQLA's forward kernel has three variants, for segments x heads up to half a GPU's
+132 processors, up to all of them, and beyond: with 16 to 48 heads these numbers meet each."""
+
+
+def made_up_row(*, num_tokens: int, num_segments: int) -> Row:
+    """A row of equal documents; every second token is a target. Worked example, 5 tokens, 2 segments: 0 2 5."""
+    bounds = np.linspace(0, num_tokens, num_segments + 1).astype(np.int32)
+    position_ids = np.arange(num_tokens) - np.repeat(bounds[:-1], np.diff(bounds))
+    return Row(
+        input_ids=np.zeros(num_tokens, np.int32),
+        position_ids=position_ids.astype(np.int32),
+        loss_mask=position_ids % 2 == 1,
+        boundaries=bounds,
+        doc_ids=np.arange(num_segments, dtype=np.int64),
+        pieces=np.zeros(num_segments, np.int32),
+    )
+
+
+def warm_up(
+    model: Qwen3_5ForCausalLM, *, num_tokens: int, micro_rows: int, max_seqlen: int, device: torch.device
+) -> None:
+    """Run made-up rows through the model; its weights and the random state stay as they are.
+
+    Args:
+        model: ready to be trained.
+        num_tokens: T, tokens of a row.
+        micro_rows: rows of one micro-step.
+        max_seqlen: tokens of the longest segment that kernels are told of.
+        device: where the model is.
+    """
+    fewest = -(-num_tokens // max_seqlen)
+    for num_segments in sorted({min(num_tokens, max(fewest, number)) for number in SEGMENTS}):
+        rows = [made_up_row(num_tokens=num_tokens, num_segments=num_segments)] * micro_rows
+        batch = make_batch(rows, max_seqlen=max_seqlen).to(device)
+        (model(batch) / max(1, batch.num_targets)).backward()
+        model.zero_grad(set_to_none=True)
+        with torch.no_grad():
+            model(batch)

@@ -1,0 +1,106 @@
+"""Loss curves of ours and of transformers' loop, on a CPU at a tiny width: they are one curve in fp32."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.shards import PackedDataset
+from tests.packed import make_packed, random_rows
+from tests.tiny import tiny_config
+from trainer import bench, curves, stock
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    rows = random_rows(num_rows=6, max_tokens=64, vocab_size=199)
+    return make_packed(tmp_path_factory.mktemp("packed") / "rows", rows, max_tokens=64, vocab_size=199)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("model") / "tiny.json"
+    path.write_text(json.dumps(tiny_config(num_hidden_layers=12).to_dict()))
+    return f"random:{path}"
+
+
+@pytest.fixture(autouse=True)
+def _stock_model_may_be_imported_already(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stock, "without_fused_kernels", lambda: None)
+
+
+def curve(shards: Path, model: str, folder: Path, variant: str, **changes: Any) -> list[float]:
+    fields: dict[str, Any] = {
+        "variant": variant, "shards": shards, "model": model, "num_layers": 4, "steps": 5, "fp32_steps": 2,
+        "rows_per_step": 2, "lr": 3e-3, "warmup_steps": 2, "seed": 0, "time_box": 600.0, "device": "cpu",
+        "precision": "fp32", "stock_fused": False, "out": folder / f"{variant}.jsonl",
+    }  # fmt: skip
+    given = curves.Job(**(fields | changes))
+    assert curves.run(given)["status"] == ("out of time" if given.time_box == 0 else "ok")
+    return curves.losses(given.out)
+
+
+def test_ours_packed_and_unpacked_and_transformers_padded_have_one_loss_curve(
+    shards: Path, tiny: str, tmp_path: Path
+) -> None:
+    found = {name: curve(shards, tiny, tmp_path, name) for name in ("ours_packed", "stock_padded", "ours_unpacked")}
+    ours = found["ours_packed"]
+    assert len(ours) == 5
+    assert ours[0] - min(ours) > 0.01  # they move
+    for theirs in found.values():
+        assert theirs == pytest.approx(ours, abs=2e-5)
+    figures = curves.figures(found)
+    assert figures["stock_padded_max_difference"]["value"] < 2e-5
+    assert figures["ours_packed_steps"]["value"] == 5
+
+
+def test_sorting_changes_the_steps(shards: Path, tiny: str, tmp_path: Path) -> None:
+    ours = curve(shards, tiny, tmp_path, "ours_packed", steps=2)
+    found = curve(shards, tiny, tmp_path, "sorted_padded", steps=2)
+    assert found != pytest.approx(ours, abs=1e-4)
+    given = curves.Job(
+        variant="sorted_padded", shards=shards, model=tiny, num_layers=4, steps=50, fp32_steps=1, rows_per_step=2, lr=0,
+        warmup_steps=0, seed=0, time_box=1, device="cpu", precision="fp32", stock_fused=False, out=tmp_path,
+    )  # fmt: skip
+    for group in curves.steps_of_documents(given, PackedDataset.open(shards)):
+        lengths = [len(d.input_ids) for d in group]
+        assert lengths == sorted(lengths)
+
+
+def test_bf16_curves_stay_beside_each_other_and_noise_is_measured(shards: Path, tiny: str, tmp_path: Path) -> None:
+    names = ("ours_packed", "ours_packed_noise", "stock_padded", "ours_packed_fp32", "stock_padded_fp32")
+    found = {name: curve(shards, tiny, tmp_path, name, steps=3, precision="bf16") for name in names}
+    assert found["ours_packed_noise"] != found["ours_packed"]
+    for name in names[1:3]:
+        assert found[name] == pytest.approx(found["ours_packed"], abs=0.02)
+    assert found["stock_padded_fp32"] == pytest.approx(found["ours_packed_fp32"], abs=1e-5)
+    assert len(found["ours_packed_fp32"]) == 2
+    figures = curves.figures(found)
+    assert "from ours_packed_fp32 over 2 steps" in figures["stock_padded_fp32_max_difference"]["unit"]
+
+
+def test_a_curve_out_of_time_or_cut_short_is_as_long_as_it_got(shards: Path, tiny: str, tmp_path: Path) -> None:
+    assert len(curve(shards, tiny, tmp_path, "ours_packed", time_box=0.0)) == 1
+    path = tmp_path / "cut.jsonl"
+    path.write_text('{"step": 1, "loss": 2.5}\n{"step": 2, "lo')
+    assert curves.losses(path) == [2.5]
+    assert curves.smooth([1, 2, 3, 4], window=2) == [1.5, 2.5, 3.5]
+    assert curves.smooth([1, 3], window=10) == [2]
+
+
+def test_the_record_of_curves_has_a_table(
+    shards: Path, tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def process(module: str, job: dict[str, Any], *, timeout: float) -> dict[str, Any]:
+        job["out"].write_text("".join(json.dumps({"step": i, "loss": 5.0 - i}) + "\n" for i in range(3)))
+        return {"status": "ok"}
+
+    monkeypatch.setattr(bench, "in_a_process", process)
+    command = ["curves", "--shards", str(shards), "--model", tiny, "--record", str(tmp_path), "--device", "cpu"]
+    assert bench.main([*command, "--variants", "ours_packed,stock_padded"]) == 0
+    assert "| `stock_padded` | 3 | 5.0 | 4.0 | 0.0 | 0.0 |" in capsys.readouterr().out
+    (path,) = tmp_path.glob("*.json")
+    assert dataclasses.asdict(bench.Table(path=path))["path"] == path
+    assert json.loads(path.read_text())["figures"]["stock_padded_max_difference"]["value"] == 0

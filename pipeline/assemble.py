@@ -1,10 +1,12 @@
 """From cached blocks and a plan to shards and their account.
 
-A shard is built in memory from slices of memory-mapped blocks, in any worker, in any order: its bytes depend on the
-plan alone. Costs: about 0.4 GB a worker at any row length.
+A shard is built in memory from slices of blocks, in any worker, in any order: its bytes depend on the plan alone. Only
+the slices are read, a block's all at once: mapped pages would count as memory of every process that touched them.
+Costs: about 0.5 GB a worker at any row length and any size of the cache.
 """
 
 import json
+import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,13 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 
 from pipeline.binpack import PackPlan
 from pipeline.cut import Documents
-from pipeline.encode import BlockRecord, open_block
+from pipeline.encode import BlockRecord, open_block, token_positions
 from pipeline.manifest import REJECT_REASONS, canonical_bytes
-from pipeline.shards import Int32, Int64, ShardRows, publish, shard_bytes, shard_name, unpack_bits
+from pipeline.shards import Bool, Int32, Int64, ShardRows, publish, shard_bytes, shard_name, unpack_bits
 from pipeline.source import Reject
 
 
@@ -30,6 +31,10 @@ class EncodedSet:
     """What planning needs."""
     paths: tuple[str, ...]
     """The block files."""
+    ids_at: Int64
+    """[B] byte of each block file at which its flat ids begin."""
+    masks_at: Int64
+    """[B] byte at which its flat mask, one bit a token, begins."""
     block_of: Int64
     """[D] block that holds each document."""
     offset_in_block: Int64
@@ -45,6 +50,7 @@ class EncodedSet:
 def open_encoded(folder: Path, records: Sequence[BlockRecord]) -> EncodedSet:
     """Gather the blocks' columns, all but the tokens."""
     batches = [open_block(folder, record) for record in records]
+    positions = np.array([token_positions(folder, record) for record in records], np.int64).reshape(-1, 2)
 
     def column(name: str, dtype: Any) -> Any:
         parts = [np.asarray(batch.column(name).flatten(), dtype) for batch in batches]
@@ -68,6 +74,8 @@ def open_encoded(folder: Path, records: Sequence[BlockRecord]) -> EncodedSet:
             turn_first_target=column("turn_first_target", np.int32),
         ),
         paths=tuple(str(folder / record.name) for record in records),
+        ids_at=positions[:, 0],
+        masks_at=positions[:, 1],
         block_of=np.repeat(np.arange(len(batches)), [batch.num_rows for batch in batches]),
         offset_in_block=np.concatenate([np.cumsum(n) - n for n in tokens] or no_sizes),
         rejects=tuple(reject for record in records for reject in record.rejects),
@@ -87,6 +95,10 @@ class ShardJob:
     """Number of the shard."""
     paths: tuple[str, ...]
     """The block files."""
+    ids_at: Int64
+    """[B] as in EncodedSet."""
+    masks_at: Int64
+    """[B] as in EncodedSet."""
     blocks: Int64
     """[P] block of each piece."""
     offsets: Int64
@@ -112,6 +124,8 @@ def shard_jobs(encoded: EncodedSet, plan: PackPlan, *, rows_per_shard: int) -> l
             ShardJob(
                 index=index,
                 paths=encoded.paths,
+                ids_at=encoded.ids_at,
+                masks_at=encoded.masks_at,
                 blocks=encoded.block_of[docs],
                 offsets=encoded.offset_in_block[docs] + plan.starts[pieces],
                 lengths=(plan.stops[pieces] - plan.starts[pieces]).astype(np.int64),
@@ -123,15 +137,32 @@ def shard_jobs(encoded: EncodedSet, plan: PackPlan, *, rows_per_shard: int) -> l
     return jobs
 
 
-_blocks: dict[str, tuple[Any, Any]] = {}  # blocks that this process has mapped: flat ids and mask bits
-
-
-def _block(path: str) -> tuple[Any, Any]:
-    if path not in _blocks:
-        batch = pa.ipc.open_file(pa.memory_map(path)).get_batch(0)
-        ids, mask = batch.column("input_ids").values, batch.column("loss_mask").values
-        _blocks[path] = (np.asarray(ids), np.frombuffer(mask.buffers()[1] or b"", np.uint8))
-    return _blocks[path]
+def _read_pieces(job: ShardJob, *, max_tokens: int, pad: int) -> tuple[Int32, Bool]:
+    """[R, T] ids and mask of a shard; each block is opened once and read from front to back."""
+    num_rows = len(job.row_offsets) - 1
+    input_ids = np.full(num_rows * max_tokens, pad, np.int32)
+    loss_mask = np.zeros(num_rows * max_tokens, np.bool_)
+    flat = input_ids.data.cast("B")
+    # A piece goes to its row, behind the pieces before it: pieces of 3 and 4, then one of 5 in the next row of T = 8,
+    # end at 3 7 12 counted through and start at 0 3 7; less the 0 0 7 before their rows, plus 0 0 8: 0 3 8.
+    row_of = np.repeat(np.arange(num_rows), np.diff(job.row_offsets))
+    starts = np.cumsum(job.lengths) - job.lengths
+    places = row_of * max_tokens + starts - starts[job.row_offsets[row_of]]
+    order = np.lexsort((job.offsets, job.blocks))
+    for pieces in np.split(order, np.flatnonzero(np.diff(job.blocks[order])) + 1):
+        block = int(job.blocks[pieces[0]])
+        with Path(job.paths[block]).open("rb", buffering=0) as file:
+            columns = (places[pieces].tolist(), job.offsets[pieces].tolist(), job.lengths[pieces].tolist())
+            for at, first, length in zip(*columns, strict=True):
+                into = flat[4 * at : 4 * (at + length)]
+                num_bytes = os.preadv(file.fileno(), [into], int(job.ids_at[block]) + 4 * first)
+                size = -(-(first + length) // 8) - first // 8
+                packed = os.pread(file.fileno(), size, int(job.masks_at[block]) + first // 8)
+                if num_bytes != 4 * length or len(packed) != size:
+                    raise OSError(f"{job.paths[block]}: shorter than it was; delete it and run the same command again")
+                loss_mask[at : at + length] = unpack_bits(np.frombuffer(packed, np.uint8), first % 8, length)
+    loss_mask[places] = False  # a split document's piece may begin with what was a target in the whole
+    return input_ids.reshape(num_rows, max_tokens), loss_mask.reshape(num_rows, max_tokens)
 
 
 def build_shard(job: ShardJob, out: Path, recipe: dict[str, Any], fingerprint: str) -> dict[str, Any]:
@@ -144,17 +175,8 @@ def build_shard(job: ShardJob, out: Path, recipe: dict[str, Any], fingerprint: s
         OSError: disk full and the like; nothing half-written is left.
     """
     max_tokens, num_rows = recipe["pack"]["max_tokens"], len(job.row_offsets) - 1
-    input_ids = np.full((num_rows, max_tokens), recipe["tokenizer"]["pad_token_id"], np.int32)
-    loss_mask = np.zeros((num_rows, max_tokens), np.bool_)
-    for row in range(num_rows):
-        at = 0
-        for piece in range(job.row_offsets[row], job.row_offsets[row + 1]):
-            ids, mask = _block(job.paths[job.blocks[piece]])
-            offset, length = int(job.offsets[piece]), int(job.lengths[piece])
-            input_ids[row, at : at + length] = ids[offset : offset + length]
-            loss_mask[row, at : at + length] = unpack_bits(mask, offset, length)
-            loss_mask[row, at] = False  # a split document's piece may begin with what was a target in the whole
-            at += length
+    pad = recipe["tokenizer"]["pad_token_id"]
+    input_ids, loss_mask = _read_pieces(job, max_tokens=max_tokens, pad=pad)
     rows = ShardRows(
         input_ids=input_ids,
         loss_mask=loss_mask,
@@ -186,8 +208,7 @@ def account(encoded: EncodedSet, plan: PackPlan, shards: list[dict[str, Any]], *
     tails = max_tokens - tokens_in_row
     lines = reject_lines(encoded, plan)
     rejected = Counter(line.reason for line in lines if line.what == "rejected")
-    tokens = int(lengths.sum())
-    tokens_rejected = encoded.tokens_rejected + plan.tokens_rejected
+    tokens, tokens_rejected = int(lengths.sum()), encoded.tokens_rejected + plan.tokens_rejected
     rendered = int(encoded.documents.lengths.sum()) + encoded.tokens_rejected
     assert rendered == tokens + plan.tokens_cut + tokens_rejected, "tokens disappeared"
     return {

@@ -17,6 +17,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from pipeline.manifest import fingerprint
+from pipeline.memo import read_note, write_note
 from pipeline.render import END, START, MismatchError, Renderer, Rendering
 from pipeline.rows import Block
 from pipeline.shards import Bool, Int32, Int64, hash_file, publish
@@ -24,7 +25,8 @@ from pipeline.source import Conversation, Reject, read_block
 from pipeline.tokenizer import TokenizerFiles
 
 ENCODE_VERSION = 1
-CHATS_AT_ONCE = 256
+CHATS_AT_ONCE = 512
+UInt8 = npt.NDArray[np.uint8]
 Targets = Literal["assistant", "last", "all"]
 
 
@@ -40,7 +42,7 @@ class Document:
     """[L] this token is a target."""
     turn_ends: Int32
     """[turns] token behind each turn, its line break included; the last one is L."""
-    roles: npt.NDArray[np.uint8]
+    roles: UInt8
     """[turns] cut's SYSTEM, USER, ASSISTANT, TOOL."""
     turn_targets: Int32
     """[turns] number of targets in each turn; they are contiguous."""
@@ -158,11 +160,12 @@ class Encoder:
         return list(self._plain.encode(text, add_special_tokens=False).ids)
 
     def _check(self, done: list[tuple[int, Rendering]], escaped: list[list[str]], ids: Int32, offsets: Int64) -> None:
-        """Compare the engine with the reference on the first chats of every batch."""
+        """Compare the engine with the reference on the first two chats of every batch that it encodes."""
         if self._engine is None:
             return
-        for i, (doc_id, rendering) in enumerate(done[:2]):
-            if not escaped[i] and ids[offsets[i] : offsets[i + 1]].tolist() != self.tokenize_by_reference(rendering):
+        for i in [i for i, found in enumerate(escaped) if not found][:2]:
+            doc_id, rendering = done[i]
+            if ids[offsets[i] : offsets[i + 1]].tolist() != self.tokenize_by_reference(rendering):
                 raise MismatchError(f"document {doc_id}: fastokens gives other ids than tokenizers")
 
     def _documents(self, done: list[tuple[int, Rendering]], ids: Int32, offsets: Int64) -> list[Document | Reject]:
@@ -185,14 +188,20 @@ class Encoder:
         turn_ends = np.append(turn_starts, len(ids))[1:]
         first, num = self._choose(first, turn_starts, turn_stops, turn_ends, skips, doc_of_turn)
         mask = _runs(first[num > 0], num[num > 0], len(ids))
-        turn_offsets = np.searchsorted(doc_of_turn, np.arange(len(done) + 1))
-        out: list[Document | Reject] = []
-        for i, (doc_id, rendering) in enumerate(done):
-            tokens, turns = slice(offsets[i], offsets[i + 1]), slice(turn_offsets[i], turn_offsets[i + 1])
-            out.append(
-                _document(doc_id, rendering, ids[tokens], mask[tokens],
-                          turn_ends=turn_ends[turns] - offsets[i], first=first[turns] - offsets[i], num=num[turns])
-            )  # fmt: skip
+        starts = offsets[doc_of_turn]
+        roles: UInt8 = np.array([role for _, r in done for role in r.roles], np.uint8)
+        columns = (
+            roles,
+            (turn_ends - starts).astype(np.int32),
+            num.astype(np.int32),
+            np.where(num > 0, first - starts, -1).astype(np.int32),
+        )
+        turn_offsets = np.searchsorted(doc_of_turn, np.arange(len(done) + 1)).tolist()
+        token_offsets = offsets.tolist()
+        out = []
+        for i, (doc_id, _) in enumerate(done):
+            tokens, turns = slice(*token_offsets[i : i + 2]), slice(*turn_offsets[i : i + 2])
+            out.append(_document(doc_id, ids[tokens], mask[tokens], columns, turns))
         return out
 
     def _choose(
@@ -212,19 +221,20 @@ class Encoder:
 
 
 def _document(
-    doc_id: int, rendering: Rendering, ids: Int32, mask: Bool, *, turn_ends: Int64, first: Int64, num: Int64
+    doc_id: int, ids: Int32, mask: Bool, columns: tuple[UInt8, Int32, Int32, Int32], turns: slice
 ) -> Document | Reject:
     """One document from its slices, positions counted from its first token; a Reject if it has no target."""
-    if not num.any():
+    roles, turn_ends, num, first = columns
+    if not num[turns].any():
         return Reject(doc_id=doc_id, what="rejected", reason="no_target", detail="no assistant turn", tokens=len(ids))
     return Document(
         doc_id=doc_id,
         input_ids=ids,
         loss_mask=mask,
-        turn_ends=turn_ends.astype(np.int32),
-        roles=np.array(rendering.roles, np.uint8),
-        turn_targets=num.astype(np.int32),
-        turn_first_target=np.where(num > 0, first, -1).astype(np.int32),
+        turn_ends=turn_ends[turns],
+        roles=roles[turns],
+        turn_targets=num[turns],
+        turn_first_target=first[turns],
     )
 
 
@@ -261,8 +271,9 @@ class BlockRecord:
     @classmethod
     def read(cls, folder: Path, name: str) -> "BlockRecord | None":
         """The record of the block called ``name`` if it and its block are whole, else None."""
+        if (body := read_note(folder / f"{name}.json")) is None:
+            return None
         try:
-            body = json.loads((folder / f"{name}.json").read_bytes())
             rejects = tuple(Reject(**entry) for entry in body.pop("rejects"))
             record = cls(rejects=rejects, **body)
             return record if hash_file(folder / record.name) == record.xxh3_128 else None
@@ -323,7 +334,7 @@ def encode_block(encoder: Encoder, block: Block, folder: Path) -> BlockRecord:
         tokens_rejected=sum(r.tokens for r in rejects),
         rejects=tuple(sorted(rejects, key=lambda r: (r.doc_id, r.what))),
     )
-    publish(folder / f"{block_name(block)}.json", json.dumps(asdict(record)).encode())
+    write_note(folder / f"{block_name(block)}.json", asdict(record))
     return record
 
 
@@ -346,6 +357,16 @@ def _block_bytes(documents: list[Document]) -> pa.Buffer:
 def open_block(folder: Path, record: BlockRecord) -> pa.RecordBatch:
     """The documents of a cached block, memory-mapped."""
     return pa.ipc.open_file(pa.memory_map(str(folder / record.name))).get_batch(0)
+
+
+def token_positions(folder: Path, record: BlockRecord) -> tuple[int, int]:
+    """Bytes of a cached block's file at which its flat ids and its flat mask begin."""
+    with pa.memory_map(str(folder / record.name)) as file:
+        whole = file.read_buffer()
+    batch = pa.ipc.open_file(whole).get_batch(0)
+    found = [batch.column(name).values.buffers()[1] for name in ("input_ids", "loss_mask")]
+    ids, mask = (buffer.address - whole.address if buffer and buffer.size else 0 for buffer in found)
+    return ids, mask
 
 
 def _escaped_line(doc_id: int, found: list[str]) -> Reject:

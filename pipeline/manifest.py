@@ -98,6 +98,12 @@ class Manifest:
             raise damaged(where, "one JSON object", f"unreadable bytes ({type(error).__name__})") from None
         if not isinstance(body, dict) or body.get("format") != FORMAT:
             raise damaged(where, f'"format": "{FORMAT}"', "something else")
+        try:
+            _refuse_floats(body)
+        except TypeError:
+            raise damaged(
+                where, "canonical JSON", f"a float, or values nested more than {_MAX_DEPTH} levels deep"
+            ) from None
         version = body.get("format_version")
         if version != FORMAT_VERSION or isinstance(version, bool):
             raise DatasetError(
@@ -156,15 +162,20 @@ def damaged(where: str, expected: str, found: str) -> DatasetError:
     )
 
 
-def _refuse_floats(value: Any) -> None:
+_MAX_DEPTH = 100  # levels; Python's own limit depends on who calls
+
+
+def _refuse_floats(value: Any, depth: int = 0) -> None:
+    if depth > _MAX_DEPTH:
+        raise TypeError(f"nested more than {_MAX_DEPTH} levels deep")
     if isinstance(value, float):
         raise TypeError(f"{value!r}: a float has no canonical spelling; store an integer in a smaller unit")
     if isinstance(value, dict):
         for item in value.values():
-            _refuse_floats(item)
+            _refuse_floats(item, depth + 1)
     elif isinstance(value, list | tuple):
         for item in value:
-            _refuse_floats(item)
+            _refuse_floats(item, depth + 1)
 
 
 _STRUCTURE: dict[str, type] = {
@@ -189,13 +200,15 @@ def _check_structure(body: dict[str, Any], where: str) -> None:
     if extra:
         raise damaged(where, "no other fields", f"{sorted(extra)[:5]}")
     _check_fields(body, _STRUCTURE, where)
-    if body["max_tokens"] < 2:
-        raise damaged(where, "max_tokens of at least 2", str(body["max_tokens"]))
+    if not 2 <= body["max_tokens"] < 2**31:
+        raise damaged(where, "max_tokens from 2 to 2**31 - 1", str(body["max_tokens"]))
     _check_fields(body["totals"], _TOTALS, f"{where}: totals")
     _check_fields(body["limits"], _LIMITS, f"{where}: limits")
     _check_fields(body["files"], {"shards": list, "others": list}, f"{where}: files")
     for i, entry in enumerate(body["files"]["shards"]):
         _check_fields(entry, _SHARD_FIELDS, f"{where}: files.shards[{i}]")
+        if entry["rows"] >= 2**31:
+            raise damaged(where, f"fewer than 2**31 rows in shard {i}", str(entry["rows"]))
         if entry["name"] != f"shard-{i:05d}.arrow":
             raise damaged(where, f"shard {i} named shard-{i:05d}.arrow", repr(entry["name"]))
     for i, entry in enumerate(body["files"]["others"]):
@@ -209,7 +222,8 @@ def _check_fields(body: Any, fields: dict[str, type], where: str) -> None:
         raise damaged(where, "an object", type(body).__name__)
     for name, kind in fields.items():
         value = body.get(name)
-        if not isinstance(value, kind) or isinstance(value, bool) or (isinstance(value, int) and value < 0):
+        no_count = isinstance(value, bool) or (isinstance(value, int) and not 0 <= value < 2**63)
+        if not isinstance(value, kind) or no_count:
             raise damaged(where, f"{name} of type {kind.__name__}", repr(value)[:80])
 
 

@@ -2,6 +2,7 @@
 
     python -m pipeline.pack --max-tokens 8192
     python -m pipeline.pack --source data/sample --tokenizer data/sample --max-tokens 2048
+    python -m pipeline.pack --source chats.jsonl --dry-run     # rows, bytes and seconds; nothing is written
 
 Stages: open (digest sources, read the tokenizer) -> encode (blocks, cached) -> plan (from lengths alone) -> write
 (shards) -> check (hashes read back) -> manifest. The manifest is written last; before it there is no dataset.
@@ -11,13 +12,14 @@ killed goes on where it stopped; a finished dataset is recognised and left alone
 """
 
 import contextlib
+import gc
 import json
 import os
 import platform
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -26,8 +28,8 @@ from typing import Any, Literal
 import tyro
 
 from pipeline import __version__
-from pipeline.assemble import EncodedSet, account, open_encoded, reject_lines
-from pipeline.binpack import ALGORITHM, PackPlan, plan_packing
+from pipeline.assemble import EncodedSet, account, open_encoded
+from pipeline.binpack import ALGORITHM, plan_packing
 from pipeline.cut import Overflow
 from pipeline.encode import (
     ENCODE_VERSION,
@@ -42,10 +44,12 @@ from pipeline.manifest import MANIFEST, DatasetError, Manifest, differing_fields
 from pipeline.progress import Progress
 from pipeline.publish import Run, hold, need_disk
 from pipeline.render import MismatchError
+from pipeline.rows import Block
 from pipeline.shards import ROWS_PER_BATCH, PackedDataset, publish, rows_per_shard
 from pipeline.source import Source, open_source
+from pipeline.summary import nothing_left, summary
 from pipeline.tokenizer import TokenizerFiles, open_tokenizer
-from pipeline.workers import Workers
+from pipeline.workers import Workers, shared
 
 PACK_VERSION = 1
 
@@ -56,49 +60,62 @@ class Settings:
 
     Without --source and --tokenizer it reads ultrachat_200k from the Hugging Face hub for Qwen3.8-27B. Offline, try
     --source data/sample --tokenizer data/sample.
+
+    The same command again recognises a finished dataset, or goes on after an interruption. Another --max-tokens,
+    --overflow or --seed with another --out packs again from encoded chats in the cache, in seconds.
     """
 
     source: str = "HuggingFaceH4/ultrachat_200k"
-    """What to read: a hub id, a .parquet or .jsonl file, or a folder of them."""
+    """What to read: a .parquet or .jsonl file, a folder of them, or a hub id where no such path exists."""
     split: str = "train_sft"
     """The hub's split; in a folder, the files named SPLIT or SPLIT-*. A single file is read whole."""
     revision: str | None = None
-    """Revision of a hub id; its newest commit otherwise, which the manifest records."""
+    """Branch, tag or commit of a hub id. Without one, its newest commit, which the manifest records."""
     messages_column: str = "messages"
-    """Column that holds the messages."""
+    """Column that holds each chat: a list of messages with role and content."""
     tools_column: str | None = None
-    """Column that holds tool definitions; "tools" is used where there is one."""
+    """Column of tool definitions, a list or its JSON text. Without one, "tools" where there is such a column."""
     tokenizer: str = "Qwen/Qwen3.8-27B"
-    """Tokenizer and chat template: a hub id or a folder that holds tokenizer.json and the template."""
+    """Tokenizer and chat template: a folder that holds tokenizer.json and the template, or a hub id."""
     template_kwargs: str = "{}"
-    """Variables for the chat template, one JSON object, e.g. '{"enable_thinking": false}'."""
+    """Variables for the chat template, one JSON object, e.g. '{"enable_thinking": false}'. The summary says what the
+    template adds on its own."""
     targets: Targets = "assistant"
-    """What is learned: every assistant turn, only each chat's last one, or all tokens."""
+    """Tokens that are learned: every assistant turn with its end token, only each chat's last one, or all tokens."""
     max_tokens: int = 8192
-    """T, tokens of every row."""
+    """T, tokens of every row, 2 or more: the longest text that training sees at once."""
     overflow: Overflow = "truncate"
-    """Chats longer than a row: truncate after the last assistant turn that fits; split at rounds; drop; error."""
+    """What happens to a chat longer than a row. truncate: it ends after the last assistant turn that fits. split: as
+    many whole rounds a piece as fit, later pieces without the earlier ones' context. drop: rejected, and listed. error:
+    stop. A chat that fits is never cut."""
     seed: int = 0
-    """Decides which chats share a row, and the order of rows."""
+    """Decides which chats share a row, and the order of rows; 0 to 2**63 - 1. The same seed gives the same bytes."""
     out: Path = Path("data/packed")
-    """Folder of the dataset."""
+    """Folder of the dataset: missing, empty, or left by an interrupted run of this command."""
     cache_dir: Path = Path("data/cache")
-    """Encoded chats, reused for any row length, overflow policy or seed; delete it whenever you like."""
+    """Folder of encoded chats, about 4.2 bytes a token, reused for any row length, overflow policy or seed. It can be
+    deleted at any time."""
     workers: int = field(default_factory=lambda: len(os.sched_getaffinity(0)))
-    """Processes that encode and write; the result does not depend on it."""
+    """Processes that encode and write, some 0.7 GB each. The result does not depend on their number."""
     limit: int | None = None
-    """Read only so many chats."""
+    """Read only so many chats, from the front."""
     compression: Literal["zstd"] | None = None
-    """Compress the shards, for shipping: reading is then slower."""
+    """Compress the shards, for shipping; rows are then slower to read."""
     rehash: bool = False
-    """Digest local sources again, even if size, time and inode are as remembered."""
+    """Digest local sources again, even where size, time and inode are as remembered."""
+    dry_run: bool = False
+    """Say what would be made and write nothing: rows (exact where the cache is complete, else estimated from a
+    sample), bytes, seconds, and which cache would be used."""
 
 
 def main() -> int:
     """The command line. Returns the exit status: 0 done, 2 an error that is explained, 130 interrupted."""
     settings = tyro.cli(Settings, prog="python -m pipeline.pack")
     try:
-        pack(settings)
+        if settings.dry_run:
+            print(dry_run(settings))
+        else:
+            pack(settings)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -123,8 +140,27 @@ def pack(settings: Settings) -> Manifest:
             finished = existing(settings.out, recipe)  # another run may just have finished it
             if finished is None:
                 return _make(settings, source, tokenizer, recipe, stages)
-    print(f"{settings.out}: finished, nothing to do (dataset_id {finished.dataset_id[:12]})")
+    print(_finished(settings, finished))
     return finished
+
+
+def dry_run(settings: Settings) -> str:
+    """What ``pack`` would make, as a table; nothing is written, but what the hub's client keeps of a hub id.
+
+    Raises:
+        ValueError: as ``pack``.
+    """
+    from pipeline.preview import preview
+
+    source, tokenizer, recipe = resolve(replace(settings, dry_run=True))
+    if (finished := existing(settings.out, recipe)) is not None:
+        return _finished(settings, finished)
+    out, cache_dir, workers = settings.out, settings.cache_dir, settings.workers
+    return preview(source, tokenizer, recipe, out=out, cache_dir=cache_dir, workers=workers)
+
+
+def _finished(settings: Settings, manifest: Manifest) -> str:
+    return f"{settings.out}: finished, nothing to do (dataset_id {manifest.dataset_id[:12]})"
 
 
 def _make(
@@ -134,26 +170,29 @@ def _make(
         print(f"warning: {warning}", file=sys.stderr)
     run = Run(settings.out, settings.cache_dir, recipe)
     rule = recipe["pack"]
-    with Workers(settings.workers) as workers:
-        with stages.time("encode"):
-            encoded = _encode(settings, source, tokenizer, recipe, workers)
-        with stages.time("plan"):
-            plan = plan_packing(
-                encoded.documents, max_tokens=rule["max_tokens"], overflow=rule["overflow"], seed=rule["seed"]
-            )
-            if not plan.num_rows:
-                raise ValueError(_nothing_left(encoded, plan))
-        with stages.time("write"):
-            shards = run.write_shards(encoded, plan, workers)
-            others = run.write_others(encoded, plan, tokenizer)
+    with stages.time("encode"):
+        encoded = _encode(settings, source, tokenizer, recipe)
+    with stages.time("plan"):
+        plan = plan_packing(
+            encoded.documents, max_tokens=rule["max_tokens"], overflow=rule["overflow"], seed=rule["seed"]
+        )
+        if not plan.num_rows:
+            raise ValueError(nothing_left(encoded, plan))
+    seconds = stages.milliseconds["plan"] / 1000
+    print(f"plan     {len(plan.docs):,} pieces into {plan.num_rows:,} rows in {seconds:.1f} s", file=sys.stderr)
+    with stages.time("write"), Workers(settings.workers) as workers:
+        shards = run.write_shards(encoded, plan, workers)
+        others = run.write_others(encoded, plan, tokenizer)
     manifest = Manifest.build(
         recipe=recipe,
         created=_created(settings, stages),
         files={"shards": [{k: v for k, v in s.items() if k != "max_token_id"} for s in shards], "others": others},
         **account(encoded, plan, shards, max_tokens=rule["max_tokens"]),
     )
-    run.finish(manifest)
-    print(summary(manifest, tokenizer_notes=_notes(settings, tokenizer)))
+    with stages.time("check"):
+        run.finish(manifest)
+    notes = _notes(settings, tokenizer)
+    print(summary(manifest, encoded, plan, milliseconds=stages.milliseconds, template_adds=notes))
     return manifest
 
 
@@ -175,6 +214,7 @@ def resolve(settings: Settings) -> tuple[Source, TokenizerFiles, dict[str, Any]]
         limit=settings.limit,
         cache_dir=settings.cache_dir,
         rehash=settings.rehash,
+        remember=not settings.dry_run,
     )
     tokenizer = open_tokenizer(settings.tokenizer)
     recipe = {
@@ -232,9 +272,7 @@ def _template_kwargs(text: str) -> dict[str, Any]:
 # ---------------------------------------------------------------------------------------------- encode
 
 
-def _encode(
-    settings: Settings, source: Source, tokenizer: TokenizerFiles, recipe: dict[str, Any], workers: Workers
-) -> EncodedSet:
+def _encode(settings: Settings, source: Source, tokenizer: TokenizerFiles, recipe: dict[str, Any]) -> EncodedSet:
     """Encode what the cache lacks; by the references alone if a fast path proves different on this data."""
     folder = settings.cache_dir / encode_fingerprint(recipe)[:32]
     slow = folder / "references-only"  # a fast path was found to differ: never again for this data
@@ -242,23 +280,17 @@ def _encode(
         for leftover in folder.glob(".*.tmp"):  # of a run that was killed
             leftover.unlink()
         try:
-            return _encode_blocks(source, tokenizer, recipe, folder, workers, fast=not slow.exists())
+            return _encode_blocks(settings, source, tokenizer, recipe, folder, fast=not slow.exists())
         except MismatchError as error:
             print(f"note: {error}; encoding again without fast paths, which takes longer", file=sys.stderr)
         publish(slow, b"")
         for block in folder.glob("block-*"):
             block.unlink()
-        return _encode_blocks(source, tokenizer, recipe, folder, workers, fast=False)
+        return _encode_blocks(settings, source, tokenizer, recipe, folder, fast=False)
 
 
 def _encode_blocks(
-    source: Source,
-    tokenizer: TokenizerFiles,
-    recipe: dict[str, Any],
-    folder: Path,
-    workers: Workers,
-    *,
-    fast: bool,
+    settings: Settings, source: Source, tokenizer: TokenizerFiles, recipe: dict[str, Any], folder: Path, *, fast: bool
 ) -> EncodedSet:
     blocks = source.blocks()
     records = {i: record for i, block in enumerate(blocks) if (record := BlockRecord.read(folder, block_name(block)))}
@@ -267,10 +299,11 @@ def _encode_blocks(
         need_disk(folder, sum(path.stat().st_size for path in source.paths) * len(missing) // len(blocks), "the cache")
         progress = Progress("encode", sum(blocks[i].num_rows for i in missing), "chats")
         make = (tokenizer, recipe["tokenizer"]["template_kwargs"], recipe["encode"]["targets"], fast)
-        jobs = [(make, blocks[i], folder) for i in missing]
-        for i, record in zip(missing, workers.map(_encode_job, jobs), strict=True):
-            records[i] = record
-            progress.add(record.num_chats)
+        jobs = [(blocks[i], folder) for i in missing]
+        with Workers(settings.workers, shared=make) as workers:
+            for i, record in zip(missing, workers.map(_encode_job, jobs), strict=True):
+                records[i] = record
+                progress.add(record.num_chats)
         progress.close()
     else:
         print(f"encode   {len(blocks)} blocks from the cache", file=sys.stderr)
@@ -280,11 +313,13 @@ def _encode_blocks(
 _encoder: tuple[Any, Encoder] | None = None  # this process's encoder, and what it was made from
 
 
-def _encode_job(make: tuple[TokenizerFiles, dict[str, Any], Targets, bool], block: Any, folder: Path) -> BlockRecord:
+def _encode_job(block: Block, folder: Path) -> BlockRecord:
     global _encoder
+    make: tuple[TokenizerFiles, dict[str, Any], Targets, bool] = shared()
     if _encoder is None or _encoder[0] != make:
         files, kwargs, targets, fast = make
         _encoder = (make, Encoder(files, template_kwargs=kwargs, targets=targets, fast=fast))
+        gc.freeze()  # a vocabulary need not be searched for garbage again and again
     return encode_block(_encoder[1], block, folder)
 
 
@@ -308,7 +343,7 @@ def _created(settings: Settings, stages: _Stages) -> dict[str, Any]:
     return {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "paths": {name: str(getattr(settings, name)) for name in ("source", "tokenizer", "out", "cache_dir")},
-        "milliseconds": stages.milliseconds,
+        "milliseconds": dict(stages.milliseconds),
         "versions": {
             "python": platform.python_version(),
             "package": __version__,
@@ -326,38 +361,6 @@ def _notes(settings: Settings, tokenizer: TokenizerFiles) -> tuple[str, ...]:
         control_strings=tuple(tokenizer.added_tokens),
         template_kwargs=_template_kwargs(settings.template_kwargs),
     ).notes
-
-
-def _nothing_left(encoded: EncodedSet, plan: PackPlan) -> str:
-    reasons: dict[str, int] = {}
-    for line in reject_lines(encoded, plan):
-        if line.what == "rejected":
-            reasons[line.reason] = reasons.get(line.reason, 0) + 1
-    return f"none of {encoded.num_chats} chats can be packed: {reasons}. Check the columns, --max-tokens and --overflow"
-
-
-def summary(manifest: Manifest, *, tokenizer_notes: tuple[str, ...] = ()) -> str:
-    """One table of what came out."""
-    totals, files = manifest.totals, manifest.all_files()
-    capacity = totals["rows"] * manifest.max_tokens
-    size = sum(entry["bytes"] for entry in files if entry["name"].endswith(".arrow"))
-    seconds = ", ".join(f"{k} {v / 1000:.1f}" for k, v in manifest.created.get("milliseconds", {}).items())
-    rejected = ", ".join(f"{reason} {n:,}" for reason, n in totals["rejected"].items()) or "none"
-    lines = [
-        ("rows", f"{totals['rows']:,} of {manifest.max_tokens:,} tokens in {len(manifest.files['shards'])} shards"),
-        ("fill", f"{totals['tokens'] / capacity:.3%} ({totals['padding']:,} tokens of padding)"),
-        ("tokens", f"{totals['tokens']:,}, targets {totals['targets']:,}"),
-        ("chats", f"{totals['chats_read']:,} read, {totals['documents']:,} packed, {totals['truncated']:,} truncated, "
-                  f"{totals['split']:,} split, {totals['escaped']:,} with control strings as text"),
-        ("cut", f"{totals['tokens_cut']:,} tokens, {totals['rounds_cut']:,} rounds"),
-        ("rejected", rejected),
-        ("bytes", f"{size:,} in shards, {size / max(capacity, 1):.2f} a token of row"),
-        ("seconds", seconds),
-        ("dataset_id", manifest.dataset_id),
-    ]  # fmt: skip
-    if tokenizer_notes:
-        lines.append(("template", "adds " + " and ".join(tokenizer_notes) + " (see --template-kwargs)"))
-    return "\n".join(f"{name:<11}{text}" for name, text in lines)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from typing import Any
 from pipeline.assemble import EncodedSet, build_shard, reject_bytes, reject_lines, shard_jobs
 from pipeline.binpack import PackPlan
 from pipeline.manifest import MANIFEST, DatasetError, Manifest, differing_fields, fingerprint
+from pipeline.memo import read_note, write_note
 from pipeline.progress import Progress
 from pipeline.shards import PackedDataset, hash_file, publish, shard_name, verify_hashes
 from pipeline.tokenizer import FILES, TokenizerFiles
@@ -85,7 +86,7 @@ class Run:
         progress = Progress("write", rows, "rows")
         results = workers.map(build_shard, [(job, self.out, self.recipe, self.fingerprint) for job in missing])
         for job, entry in zip(missing, results, strict=True):
-            publish(self._record(job.index), json.dumps(entry).encode())
+            write_note(self._record(job.index), entry)
             done[job.index] = entry
             progress.add(entry["rows"])
         progress.close()
@@ -105,18 +106,22 @@ class Run:
 
     def finish(self, manifest: Manifest) -> None:
         """Read all hashes back, write the manifest, forget the run."""
-        verify_hashes(PackedDataset(self.out, manifest))
+        progress = Progress("check", sum(entry["bytes"] for entry in manifest.all_files()), "bytes")
+        verify_hashes(PackedDataset(self.out, manifest), progress=progress.add)
+        progress.close()
         publish(self.out / MANIFEST, manifest.to_bytes())
-        self._note_drift(manifest)
         shutil.rmtree(self._records)
+        with contextlib.suppress(OSError):  # the dataset is there: a full disk must not say otherwise
+            self._note_drift(manifest)
 
     def _record(self, index: int) -> Path:
         return self._records / f"{shard_name(index)}.json"
 
     def _recorded(self, index: int) -> dict[str, Any] | None:
         """The entry of a shard that an earlier, interrupted run completed, if the file still is what it was."""
+        if (entry := read_note(self._record(index))) is None:
+            return None
         try:
-            entry: dict[str, Any] = json.loads(self._record(index).read_bytes())
             return entry if hash_file(self.out / entry["name"]) == entry["xxh3_128"] else None
         except (OSError, ValueError, KeyError):
             return None
@@ -145,8 +150,23 @@ def hold(folder: Path, *, wait: bool, what: str) -> Iterator[None]:
     Raises:
         DatasetError: another run holds it.
     """
+    while (descriptor := _locked(folder, wait=wait, what=what)) is None:
+        pass
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            folder.rmdir()  # only if nothing was written
+        os.close(descriptor)
+
+
+def _locked(folder: Path, *, wait: bool, what: str) -> int | None:
+    """A descriptor that holds ``folder``; None if another run removed the empty folder meanwhile: a lock on nothing."""
     folder.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except FileNotFoundError:
+        return None
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -155,13 +175,14 @@ def hold(folder: Path, *, wait: bool, what: str) -> Iterator[None]:
                 raise DatasetError(f"{what}: another run is writing there; wait for it, or choose another") from None
             print(f"{what}: another run is writing there; waiting for it", file=sys.stderr)
             fcntl.flock(descriptor, fcntl.LOCK_EX)
-        try:
-            yield
-        finally:
-            with contextlib.suppress(OSError):
-                folder.rmdir()  # only if nothing was written
-    finally:
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(descriptor), folder.stat()):
+                return descriptor
+    except BaseException:
         os.close(descriptor)
+        raise
+    os.close(descriptor)
+    return None
 
 
 def need_disk(folder: Path, num_bytes: int, what: str) -> None:

@@ -129,7 +129,10 @@ class Renderer:
 
     def _is_special(self, text: str) -> bool:
         """Whether the template could treat this text in a way of its own."""
-        return self._control.touches(text) or any(literal in text for literal in self._looked_for)
+        for literal in self._looked_for:  # quicker than any() here
+            if literal in text:
+                return True
+        return self._control.touches(text)
 
     def _run(self, messages: list[dict[str, Any]], tools: Any, *, prompt: bool = False) -> str:
         try:

@@ -16,10 +16,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 ROWS_PER_BLOCK = 2048
-BYTES_PER_BLOCK = 1 << 26
+BYTES_PER_BLOCK = 1 << 25
 ROWS_AT_ONCE = 1024  # decoded from a parquet file
+PARQUET_BUFFER = 1 << 20  # bytes read at once of each column
 MAX_DEPTH = 100  # levels; Python's own limit depends on who calls, which must not decide what is rejected
 TOO_DEEP = ("bad_type", f"nested more than {MAX_DEPTH} levels deep")
+NO_PYTHON = (ValueError, OverflowError, LookupError, NotImplementedError)
+"""What Arrow raises for values of a row: no UTF-8, a time out of range or in an unknown zone, fields of one name."""
 
 Extent = tuple[int, int, int]
 """offset, bytes, rows of a block within its file."""
@@ -54,8 +57,9 @@ class Block:
 def parquet_file(path: Path) -> pq.ParquetFile:
     """The file, its footer read. Raises ValueError if it cannot be."""
     try:
-        return pq.ParquetFile(path, memory_map=True)
-    except (pa.ArrowException, OSError) as error:
+        # Neither mapped, whose pages would count, nor fetched ahead: that would hold a row group's columns whole.
+        return pq.ParquetFile(path, buffer_size=PARQUET_BUFFER, pre_buffer=False)
+    except (pa.ArrowException, OSError, ValueError, OverflowError) as error:  # names that are not UTF-8, and the like
         raise _broken(path, error) from None
 
 
@@ -68,6 +72,9 @@ def _parquet_extents(path: Path) -> list[Extent]:
     out: list[Extent] = []
     first = 0
     metadata = parquet_file(path).metadata
+    sizes = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
+    if min(sizes, default=0) < 0 or sum(sizes) != metadata.num_rows:  # a damaged footer may promise 2**60 rows
+        raise _broken(path, ValueError())
     for i in range(metadata.num_row_groups):
         group = metadata.row_group(i)
         parts = max(1, -(-group.num_rows // (4 * ROWS_PER_BLOCK)), -(-group.total_byte_size // BYTES_PER_BLOCK))
@@ -117,6 +124,8 @@ def _jsonl_rows(block: Block) -> Iterator[dict[str, Any] | Unreadable]:
         rows = 0
         while file.tell() < end and rows < block.num_rows:
             line = file.readline()
+            if not line:
+                raise ValueError(f"{block.path}: shorter than it was a moment ago. Run the same command again.")
             if not line.isspace():
                 rows += 1
                 yield parse_line(line)
@@ -142,7 +151,7 @@ def _arrow_rows(block: Block) -> Iterator[dict[str, Any] | Unreadable]:
             part = batch.slice(start, 64)
             try:
                 rows = part.to_pylist()
-            except UnicodeDecodeError:  # Arrow does not validate strings: find the rows that are not UTF-8
+            except NO_PYTHON:  # Arrow does not validate strings: find the rows that are not UTF-8
                 rows = [_one_row(part.slice(i, 1)) for i in range(len(part))]
             yield from (row if isinstance(row, tuple) else clean(row) for row in rows)
 
@@ -152,6 +161,8 @@ def _one_row(row: pa.RecordBatch) -> dict[str, Any] | Unreadable:
         return dict(row.to_pylist()[0])
     except UnicodeDecodeError:
         return ("invalid_unicode", "a string is not UTF-8")
+    except NO_PYTHON:
+        return ("bad_type", "a value that Python cannot hold")
 
 
 def _stream_batches(block: Block) -> Iterator[pa.RecordBatch]:

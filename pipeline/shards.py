@@ -12,7 +12,7 @@ Costs: opening reads the manifest and one ``stat`` a file; a row's two int32 col
 import contextlib
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -112,13 +112,6 @@ def shard_bytes(rows: ShardRows, *, fingerprint: str, shard: int, compression: s
     """
     num_rows, max_tokens = rows.input_ids.shape
     boundaries, segment_offsets = _boundaries(rows, max_tokens)
-    starts = np.delete(boundaries, segment_offsets[1:] - 1)  # every boundary but each row's last opens a segment
-    row_of = np.repeat(np.arange(num_rows), np.diff(segment_offsets) - 1)
-    flat_starts = row_of * max_tokens + starts
-    lengths = np.diff(flat_starts, append=num_rows * max_tokens)
-    position_ids = np.arange(num_rows * max_tokens, dtype=np.int32)
-    position_ids -= np.repeat(flat_starts.astype(np.int32), lengths)
-
     target = schema(max_tokens=max_tokens, fingerprint=fingerprint, shard=shard)
     options = pa.ipc.IpcWriteOptions(compression=compression)
     sink = pa.BufferOutputStream()
@@ -128,7 +121,8 @@ def shard_bytes(rows: ShardRows, *, fingerprint: str, shard: int, compression: s
             tokens = slice(first * max_tokens, stop * max_tokens)
             bits = pa.py_buffer(np.packbits(rows.loss_mask[first:stop].reshape(-1), bitorder="little"))
             mask = pa.Array.from_buffers(pa.bool_(), (stop - first) * max_tokens, [None, bits])
-            fixed = [pa.array(rows.input_ids.reshape(-1)[tokens]), pa.array(position_ids[tokens]), mask]
+            positions = _positions(boundaries[segment_offsets[first] : segment_offsets[stop]])
+            fixed = [pa.array(rows.input_ids.reshape(-1)[tokens]), pa.array(positions), mask]
             ragged: list[tuple[npt.NDArray[Any], Int64]] = [
                 (boundaries, segment_offsets),
                 (rows.doc_ids, rows.row_offsets),
@@ -152,7 +146,7 @@ def publish(path: Path, data: bytes | pa.Buffer) -> dict[str, Any]:
         {"name", "bytes", "xxh3_128"} as the manifest lists it.
 
     Raises:
-        OSError: disk full and the like; nothing is left behind.
+        OSError: disk full and the like, naming the file; nothing is left behind.
     """
     view = memoryview(data)
     descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
@@ -163,7 +157,9 @@ def publish(path: Path, data: bytes | pa.Buffer) -> dict[str, Any]:
             os.fsync(file.fileno())
         os.chmod(temporary, 0o444)  # noqa: PTH101 (Path.chmod would follow the same call)
         os.replace(temporary, path)  # noqa: PTH105
-    except BaseException:
+    except BaseException as error:
+        if isinstance(error, OSError) and error.filename is None:  # a write's error does not say where
+            error.filename = str(path)
         with contextlib.suppress(FileNotFoundError):
             os.unlink(temporary)  # noqa: PTH108
         raise
@@ -208,6 +204,8 @@ class PackedDataset:
                 size = file.stat().st_size
             except OSError:
                 raise damaged(str(file), f"a file of {entry['bytes']} bytes", "no such file") from None
+            if not file.is_file():  # reading a pipe would wait for ever
+                raise damaged(str(file), f"a file of {entry['bytes']} bytes", "no regular file")
             if size != entry["bytes"]:
                 raise damaged(str(file), f"{entry['bytes']} bytes", f"{size} bytes")
         return cls(directory, manifest)
@@ -270,8 +268,12 @@ class PackedDataset:
         return reader
 
 
-def verify_hashes(dataset: PackedDataset) -> None:
+def verify_hashes(dataset: PackedDataset, *, progress: Callable[[int], None] | None = None) -> None:
     """Full check: every listed file has its hash, and nothing else lies in the directory.
+
+    Args:
+        dataset: what is checked.
+        progress: told the bytes of each file that was read.
 
     Raises:
         DatasetError: naming the first file that is damaged, or that does not belong.
@@ -281,6 +283,8 @@ def verify_hashes(dataset: PackedDataset) -> None:
         found = hash_file(path)
         if found != entry["xxh3_128"]:
             raise damaged(str(path), f"xxh3_128 {entry['xxh3_128']}", found)
+        if progress is not None:
+            progress(entry["bytes"])
     known = {MANIFEST, REPORT, *(entry["name"] for entry in dataset.manifest.all_files())}
     for file in sorted(p for p in dataset.path.rglob("*") if not p.is_dir()):
         name = file.relative_to(dataset.path).as_posix()
@@ -329,6 +333,18 @@ def _boundaries(rows: ShardRows, max_tokens: int) -> tuple[Int32, Int64]:
         values.append(np.concatenate([[0], ends, tail]).astype(np.int64))
     offsets = np.cumsum([0, *map(len, values)])
     return np.concatenate(values).astype(np.int32), offsets
+
+
+def _positions(boundaries: Int32) -> Int32:
+    """[rows * T] position ids of some rows, from their boundaries end to end.
+
+    Worked example: boundaries 0 3 5 | 0 5 have steps 3 2 -5 5; those above 0 are the segments' lengths 3 2 5, so that
+    they start at 0 3 5 and the positions are 0 1 2 0 1 0 1 2 3 4.
+    """
+    steps = np.diff(boundaries)
+    lengths = steps[steps > 0]
+    ends = np.cumsum(lengths, dtype=np.int32)
+    return np.arange(ends[-1], dtype=np.int32) - np.repeat(ends - lengths, lengths)
 
 
 def _list_array(values: npt.NDArray[Any], offsets: Int64, kind: pa.DataType) -> pa.ListArray:

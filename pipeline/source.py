@@ -5,12 +5,10 @@ for every row it holds, or a Reject that says why there is none. A row's number 
 source in recipe order, before ``--limit`` and before rejection.
 
 Costs: one pass over local files to digest them, remembered by path, size, mtime and inode; a block holds about
-2,000 rows or 64 MB of text at most, so memory stays bounded whatever the set's size.
+2,000 rows or 32 MB of text at most, so memory stays bounded whatever the set's size.
 """
 
 import hashlib
-import json
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count
@@ -20,6 +18,8 @@ from typing import Any
 import pyarrow as pa
 
 from pipeline.hub import HUB_ID, LOCAL_OPTIONS, hub_identity, prepare_with_datasets
+from pipeline.memo import read_note, write_note
+from pipeline.progress import Progress
 from pipeline.rows import EXTENTS, Block, parquet_file, parse_line, read_rows
 
 LINES_TO_LOOK_AT = 10_000  # of a jsonl file, for the names of its columns
@@ -92,6 +92,7 @@ def open_source(
     limit: int | None,
     cache_dir: Path,
     rehash: bool = False,
+    remember: bool = True,
 ) -> Source:
     """Resolve ``--source``: find its files, digest them, check the columns.
 
@@ -104,6 +105,7 @@ def open_source(
         limit: read this many rows at most.
         cache_dir: where digests are remembered.
         rehash: digest again, whatever is remembered.
+        remember: write digests to ``cache_dir``.
 
     Raises:
         ValueError: nothing there, no such split, no such column, hub out of reach; says what was found.
@@ -112,14 +114,9 @@ def open_source(
         raise ValueError(f"--limit {limit}: must be at least 1")
     path = Path(spec)
     if path.exists():
-        paths = _local_files(path, split)
-        root = path if path.is_dir() else path.parent
-        kind, identity = "", {"id": None, "revision": None, "split": split if path.is_dir() else None}
-        digests = digest_files(paths, cache_dir, rehash=rehash)
-        files = [
-            {"name": p.relative_to(root).as_posix(), "bytes": p.stat().st_size, "sha256": digest}
-            for p, digest in zip(paths, digests, strict=True)
-        ]
+        kind, paths = "", _local_files(path, split)
+        identity = {"id": None, "revision": None, "split": split if path.is_dir() else None}
+        files = _described(paths, path, digest_files(paths, cache_dir, rehash=rehash, remember=remember))
     elif HUB_ID.fullmatch(spec):
         kind = "arrow"
         identity, files = hub_identity(spec, split, revision)
@@ -146,30 +143,36 @@ def read_block(block: Block) -> Iterator[Conversation | Reject]:
             yield Conversation(doc_id=doc_id, messages=row.get(messages_column), tools=tools)
 
 
-def digest_files(paths: list[Path], cache_dir: Path, *, rehash: bool) -> list[str]:
+def digest_files(paths: list[Path], cache_dir: Path, *, rehash: bool, remember: bool = True) -> list[str]:
     """sha256 of each file, remembered in ``cache_dir/digests.json`` by path, size, mtime and inode."""
     memo_path = cache_dir / "digests.json"
-    try:
-        memo = json.loads(memo_path.read_bytes())
-        memo = memo if isinstance(memo, dict) else {}
-    except (OSError, ValueError):
-        memo = {}
-    out, changed = [], False
-    for path in paths:
-        stat = path.stat()
-        key, now = str(path.resolve()), [stat.st_size, stat.st_mtime_ns, stat.st_ino]
-        known = memo.get(key)
-        if rehash or not isinstance(known, list) or known[:3] != now or len(known) != 4:
-            with path.open("rb") as file:
-                known = [*now, hashlib.file_digest(file, "sha256").hexdigest()]
-            memo[key], changed = known, True
-        out.append(str(known[3]))
-    if changed:
+    memo = read_note(memo_path) or {}
+    stats = {path: [stat.st_size, stat.st_mtime_ns, stat.st_ino] for path in paths for stat in [path.stat()]}
+    keys = {path: str(path.resolve()) for path in paths}
+
+    def is_known(path: Path) -> bool:
+        known = memo.get(keys[path])
+        return not rehash and isinstance(known, list) and len(known) == 4 and known[:3] == stats[path]
+
+    unknown = [path for path in paths if not is_known(path)]
+    if unknown:
+        progress = Progress("digest", sum(stats[path][0] for path in unknown), "bytes")
+        for path in unknown:
+            memo[keys[path]] = [*stats[path], _sha256(path, progress)]
+        progress.close()
+    if unknown and remember:
         cache_dir.mkdir(parents=True, exist_ok=True)
-        temporary = memo_path.with_suffix(f".{os.getpid()}.tmp")
-        temporary.write_text(json.dumps(memo))
-        temporary.replace(memo_path)
-    return out
+        write_note(memo_path, memo)
+    return [str(memo[keys[path]][3]) for path in paths]
+
+
+def _sha256(path: Path, progress: Progress) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while part := file.read(1 << 22):
+            digest.update(part)
+            progress.add(len(part))
+    return digest.hexdigest()
 
 
 # ----------------------------------------------------------------------------------------- local files
@@ -188,6 +191,15 @@ def _local_files(path: Path, split: str) -> list[Path]:
         names = ", ".join(p.relative_to(path).as_posix() for p in every[:10])
         raise ValueError(f"--split {split}: no file in {path} is named {split} or {split}-*; found {names}")
     return chosen
+
+
+def _described(paths: list[Path], source: Path, digests: list[str]) -> list[dict[str, Any]]:
+    """What the recipe says of each file: its name within the source, bytes, sha256."""
+    root = source if source.is_dir() else source.parent
+    return [
+        {"name": path.relative_to(root).as_posix(), "bytes": path.stat().st_size, "sha256": digest}
+        for path, digest in zip(paths, digests, strict=True)
+    ]
 
 
 def _tools_column(paths: list[Path], kind: str, messages_column: str, tools_column: str | None) -> str | None:

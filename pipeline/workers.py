@@ -1,6 +1,7 @@
 """Processes that outlive no parent and leave no hang.
 
 Started afresh (spawn), never forked: a fork after a threaded tokenizer hangs. One worker means none: jobs run here.
+What all jobs need is sent to each process once, not with every job; what a stage held is gone when its pool ends.
 """
 
 import contextlib
@@ -14,12 +15,24 @@ from multiprocessing import get_context, parent_process, resource_tracker
 from multiprocessing.connection import wait
 from typing import Any, NoReturn, Self
 
+_shared: Any = None
+
+
+def shared() -> Any:
+    """In a job: what its ``Workers`` were made with."""
+    return _shared
+
 
 class Workers:
-    """A pool made when it is first needed; a context that ends it, at once if there was an error."""
+    """A pool made when it is first needed; a context that ends it, at once if there was an error.
 
-    def __init__(self, count: int) -> None:
-        self._count = count
+    Args:
+        count: of processes.
+        shared: what jobs get from ``shared()``.
+    """
+
+    def __init__(self, count: int, *, shared: Any = None) -> None:
+        self._count, self._shared = count, shared
         self._pool: ProcessPoolExecutor | None = None
 
     def __enter__(self) -> Self:
@@ -42,6 +55,7 @@ class Workers:
         """
         todo = list(jobs)
         if self._count == 1 or len(todo) < 2:
+            _share(self._shared)
             return (function(*job) for job in todo)
         return self._results(function, todo)
 
@@ -49,7 +63,12 @@ class Workers:
         try:
             with _sigint_held():  # handing in jobs starts processes
                 if self._pool is None:
-                    self._pool = ProcessPoolExecutor(self._count, mp_context=get_context("spawn"), initializer=_begin)
+                    self._pool = ProcessPoolExecutor(
+                        min(self._count, len(jobs)),
+                        mp_context=get_context("spawn"),
+                        initializer=_begin,
+                        initargs=(self._shared,),
+                    )
                 results = self._pool.map(_call, [function] * len(jobs), jobs)
             yield from results
         except BrokenProcessPool:
@@ -79,8 +98,14 @@ def _sigint_held() -> Iterator[None]:
         raise KeyboardInterrupt
 
 
-def _begin() -> None:
+def _share(value: Any) -> None:
+    global _shared
+    _shared = value
+
+
+def _begin(value: Any) -> None:
     """In a worker: leave Ctrl-C to the parent, end with it, and clean up when it says so."""
+    _share(value)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _end)
     parent = parent_process()

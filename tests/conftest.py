@@ -3,7 +3,12 @@
 import os
 from pathlib import Path
 
+import hypothesis
 import pytest
+
+# How long an example takes says nothing on a machine that is doing something else too.
+hypothesis.settings.register_profile("patient", deadline=None)
+hypothesis.settings.load_profile("patient")
 
 NEEDED = ("qwen3_5_tokenizer", "qwen3_tokenizer", "chat_templates", "ultrachat_1019.parquet")
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from pipeline.manifest import MANIFEST, Manifest, fingerprint
 from pipeline.shards import PackedDataset, ShardRows, publish, rows_per_shard, shard_bytes, shard_name
@@ -130,3 +131,21 @@ def _summary(rows: Sequence[Sequence[Piece]], *, max_tokens: int) -> dict[str, d
         "sum_of_squared_lengths": sum(len(p[1]) ** 2 for p in pieces),
     }
     return {"totals": totals, "limits": limits, "histograms": {"piece_tokens": {}, "pieces_per_row": {}}}
+
+
+def with_byte_tokenizer(path: Path) -> Path:
+    """Give a dataset a tokenizer that transformers can load: 256 bytes, no merges."""
+    tokenizer = Tokenizer(models.BPE({c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    entry = publish(path / "tokenizer" / "tokenizer.json", tokenizer.to_str().encode())
+    old = Manifest.read(path)
+    others = [
+        entry | {"name": "tokenizer/tokenizer.json"} if "tokenizer" in e["name"] else e for e in old.files["others"]
+    ]
+    manifest = Manifest.build(
+        recipe=old.recipe, created=old.created, totals=old.totals, limits=old.limits, histograms=old.histograms,
+        files=old.files | {"others": others},
+    )  # fmt: skip
+    publish(path / MANIFEST, manifest.to_bytes())
+    return path

@@ -18,13 +18,11 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 from safetensors.torch import load_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer
 from transformers import Qwen3_5ForCausalLM as Reference
 
-from pipeline.manifest import MANIFEST, Manifest
-from pipeline.shards import PackedDataset, publish
-from tests.packed import make_packed, random_rows
+from pipeline.shards import PackedDataset
+from tests.packed import make_packed, random_rows, with_byte_tokenizer
 from tests.tiny import tiny_config
 from trainer import checkpoint, train
 from trainer.kernels import select
@@ -41,20 +39,7 @@ def packed(path: Path, *, num_rows: int = 10, max_tokens: int = T, seed: int = 0
     """A dataset whose tokenizer transformers can load: 256 bytes, no merges."""
     rows = random_rows(num_rows=num_rows, max_tokens=max_tokens, vocab_size=VOCAB, seed=seed)
     make_packed(path, rows, max_tokens=max_tokens, **({"vocab_size": VOCAB} | options))
-    tokenizer = Tokenizer(models.BPE({c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    entry = publish(path / "tokenizer" / "tokenizer.json", tokenizer.to_str().encode())
-    old = Manifest.read(path)
-    others = [
-        entry | {"name": "tokenizer/tokenizer.json"} if "tokenizer" in e["name"] else e for e in old.files["others"]
-    ]
-    manifest = Manifest.build(
-        recipe=old.recipe, created=old.created, totals=old.totals, limits=old.limits, histograms=old.histograms,
-        files=old.files | {"others": others},
-    )  # fmt: skip
-    publish(path / MANIFEST, manifest.to_bytes())
-    return path
+    return with_byte_tokenizer(path)
 
 
 @pytest.fixture(scope="module")

@@ -3,12 +3,46 @@
 Guarantees: every mismatch is an error of one message before any weight is read, with what to pass instead.
 """
 
+from dataclasses import dataclass
 from pathlib import Path
 
 from transformers import Qwen3_5TextConfig
 
 from pipeline.shards import PackedDataset
+from trainer import memory
+from trainer.plan import Plan
+from trainer.settings import Settings
 from trainer.sizes import SIZES, ModelConfig, resolve_config, sample_config
+from trainer.step import Precision
+from trainer.world import World
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Inputs:
+    """Everything that is known before any weight is read."""
+
+    settings: Settings
+    """All of them resolved."""
+    world: World
+    """This process."""
+    dataset: PackedDataset
+    """Rows to train on."""
+    eval_dataset: PackedDataset | None
+    """Rows to evaluate on."""
+    config: ModelConfig
+    """The model's configuration."""
+    plan: Plan
+    """Which rows each step takes."""
+    estimate: memory.Estimate
+    """Memory that was found to fit."""
+    out: Path
+    """Folder of the run."""
+    precision: Precision
+    """What weights and activations are."""
+    recompute_layers: int
+    """How many layers compute their activations again."""
+    source: Path | None
+    """Folder of the weights that the run begins with; None for random ones."""
 
 
 def open_evaluation(path: Path, dataset: PackedDataset) -> PackedDataset:

@@ -17,7 +17,6 @@ import dataclasses
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -26,14 +25,13 @@ import tyro
 from pipeline.shards import PackedDataset
 from trainer import adapters, checkpoint, lora, memory, record, weights
 from trainer.batches import Prefetch, Reader, StepBatches
-from trainer.inputs import alternatives, check_targets, check_vocabulary, choose_model, open_evaluation
+from trainer.inputs import Inputs, alternatives, check_targets, check_vocabulary, choose_model, open_evaluation
 from trainer.kernels import Kernels, select
 from trainer.metrics import Metrics, Work, duration, peak_flops
 from trainer.model import Qwen3_5ForCausalLM
 from trainer.optimizer import make_optimizer
 from trainer.plan import Cursor, Plan
 from trainer.settings import Settings, check_settings, recompute_layers, resolve
-from trainer.sizes import ModelConfig
 from trainer.step import Precision, evaluate, learning_rate, train_step
 from trainer.timeline import tracer
 from trainer.warmup import warm_up
@@ -46,34 +44,6 @@ DTYPES: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfl
 
 STEPS_BEFORE_TRACE = 3
 """Compilation, caches and the allocator settle in them."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Inputs:
-    """Everything that is known before any weight is read."""
-
-    settings: Settings
-    """All of them resolved."""
-    world: World
-    """This process."""
-    dataset: PackedDataset
-    """Rows to train on."""
-    eval_dataset: PackedDataset | None
-    """Rows to evaluate on."""
-    config: ModelConfig
-    """The model's configuration."""
-    plan: Plan
-    """Which rows each step takes."""
-    estimate: memory.Estimate
-    """Memory that was found to fit."""
-    out: Path
-    """Folder of the run."""
-    precision: Precision
-    """What weights and activations are."""
-    recompute_layers: int
-    """How many layers compute their activations again."""
-    source: Path | None
-    """Folder of the weights that the run begins with; None for random ones."""
 
 
 def main(args: Sequence[str] | None = None) -> int:

@@ -69,8 +69,11 @@ class Workers:
                         initializer=_begin,
                         initargs=(self._shared,),
                     )
-                results = self._pool.map(_call, [function] * len(jobs), jobs)
-            yield from results
+                futures = [self._pool.submit(_call, function, job) for job in jobs]
+            futures.reverse()
+            # Not the pool's own map: left early, it cancels futures here while the pool's thread fails them over there.
+            while futures:
+                yield futures.pop().result()
         except BrokenProcessPool:
             raise OSError(
                 f"one of {self._count} worker processes was killed, perhaps for lack of memory: use fewer --workers"

@@ -12,12 +12,14 @@ import argparse
 import contextlib
 import errno
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -116,9 +118,9 @@ def stage(settings: Settings) -> str:
         return "check"
     if [*out.glob("*.arrow"), *out.glob(".shard*")]:
         return "write"
-    if [*cache.glob("*/block-*")]:
-        return "encode"
-    return "before the first block" if out.exists() else "start-up"
+    if not out.exists():
+        return "start-up"
+    return "encode" if [*cache.glob("*/block-*")] else "before the first block"
 
 
 def finish(count: Count, scene: Scene, settings: Settings, right: dict[str, Any], what: str) -> None:
@@ -132,34 +134,60 @@ def finish(count: Count, scene: Scene, settings: Settings, right: dict[str, Any]
         count["identical after the rerun"] += same
 
 
+class Moments:
+    """Moments spread over the whole run, as shares of the seconds that it takes; every other one with a full cache."""
+
+    def __init__(self, scene: Scene, count: Count, right: dict[str, Any], *, seed: int, num: int) -> None:
+        self._scene, self._count, self._rng, self._num = scene, count, np.random.default_rng(seed), num
+        self._cache = scene.settings("right").cache_dir
+        self._seconds: dict[tuple[int, bool], float] = {}
+        for workers in (1, 2, 3):
+            settings = scene.settings(f"whole{workers}-{seed}-{num}", workers=workers)
+            self._seconds[workers, False], _, text = self._run(settings, 1e9, 0)
+            count.check("undisturbed", holds=content(settings.out) == right, workers=workers, says=text[-300:])
+            self._seconds[workers, True] = self._seconds[workers, False]
+
+    def _run(self, settings: Settings, seconds: float, number: int) -> tuple[float, int, str]:
+        begun, process = time.monotonic(), start(settings)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=min(seconds, 300))
+        text = end_group(process, number)[1]
+        return time.monotonic() - begun, process.returncode, text
+
+    def interrupt(self, name: str, number: int) -> Iterator[tuple[Settings, int, str]]:
+        """Runs that got a signal before their end, ``num`` of them: settings, exit status, output."""
+        shares = self._rng.permutation((np.arange(self._num) + self._rng.random(self._num)) / self._num)
+        done = 0
+        for i in range(4 * self._num):
+            key = (1 + i % 3, i % 2 == 0)
+            settings = self._scene.settings(f"{name}{i}", workers=key[0])
+            if key[1]:
+                shutil.copytree(self._cache, settings.cache_dir)
+            seconds, status, text = self._run(settings, shares[done] * self._seconds[key], number)
+            if status == 0:  # this machine was quicker than before
+                self._seconds[key] = seconds
+                continue
+            print(f"{name} {done + 1} of {self._num}: {stage(settings)}", file=sys.stderr)
+            yield settings, status, text
+            done += 1
+            if done == self._num:
+                return
+
+
 def kill(scene: Scene, right: dict[str, Any], *, seed: int, num: int) -> Count:
     """kill -9 of the command and its workers at random moments spread over the whole run."""
-    rng, count = np.random.default_rng(seed), Count()
-    seconds = {}
-    for workers in (1, 2, 3):
-        begun = time.monotonic()
-        settings = scene.settings(f"whole{workers}", workers=workers)
-        text = end_group(start(settings), 0)[1]
-        seconds[workers] = time.monotonic() - begun
-        count.check("undisturbed", holds=content(settings.out) == right, workers=workers, says=text[-300:])
-    for i, share in enumerate(rng.permutation((np.arange(num) + rng.random(num)) / num)):
-        workers = 1 + i % 3
-        settings = scene.settings(f"kill{i}", workers=workers)
-        process = start(settings)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(timeout=share * seconds[workers])
-        end_group(process, signal.SIGKILL)
-        killed = process.returncode == -signal.SIGKILL
-        count["kills" if killed else "ended before"] += 1
-        count[f"in {stage(settings)}"] += killed
-        with noting(count, f"kill {i}, {workers} workers"):
+    count = Count()
+    for settings, status, _ in Moments(scene, count, right, seed=seed, num=num).interrupt("kill", signal.SIGKILL):
+        count.check("kill", holds=status == -signal.SIGKILL, status=status)
+        count["kills"] += 1
+        count[f"in {stage(settings)}"] += 1
+        with noting(count, f"kill of {settings.workers} workers"):
             whole = is_whole(settings.out)
             count["left no dataset" if not whole else "left a whole one"] += 1
-        again = scene.settings(f"kill{i}", workers=1)
-        finish(count, scene, again, right, f"rerun {i} after {workers} workers")
-        print(f"kill {i + 1} of {num}: {stage(settings)}", end="\r", file=sys.stderr, flush=True)
+        again = replace(settings, workers=1)
+        finish(count, scene, again, right, f"rerun of {settings.out}")
         if not whole:
-            count.check("left behind", holds=not leftovers(again), i=i, files=leftovers(again)[:3])
+            count.check("left behind", holds=not leftovers(again), files=leftovers(again)[:3])
     return count
 
 
@@ -261,31 +289,24 @@ def disk(
 
 def ctrl_c(scene: Scene, right: dict[str, Any], *, seed: int, num: int) -> Count:
     """SIGINT to the whole group, as a terminal sends it, at random moments."""
-    rng, count = np.random.default_rng(seed), Count()
-    begun = time.monotonic()
-    end_group(start(scene.settings("timed", workers=2)), 0)
-    seconds = time.monotonic() - begun
-    for i, share in enumerate(rng.permutation((np.arange(num) + rng.random(num)) / num)):
-        settings = scene.settings(f"ctrl{i}", workers=1 + i % 3)
-        process = start(settings)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(timeout=share * seconds)
-        _, text = end_group(process, signal.SIGINT)
-        where, status = stage(settings), process.returncode
-        if status == 0:
-            count["ended before"] += 1
-        elif where == "start-up" and "interrupted" not in text:
+    count = Count()
+    for settings, status, text in Moments(scene, count, right, seed=seed, num=num).interrupt("ctrl-c", signal.SIGINT):
+        where = stage(settings)
+        if where == "start-up" and "interrupted" not in text:  # Python itself answers until main begins
             count["during imports"] += 1
             count["of them with a traceback"] += "Traceback" in text
+        elif where == "after the manifest" and status == -signal.SIGINT and "Traceback" not in text:
+            count["while Python ended"] += 1
         else:
+            where = "encode" if where == "start-up" and "digest" in text else where  # the empty folder is gone again
             count[f"in {where}"] += 1
             clear = status == 130 and "interrupted" in text and "Traceback" not in text
-            count.check(f"Ctrl-C {i} in {where}", holds=clear, status=status, says=text[-600:])
+            count.check(f"Ctrl-C in {where}", holds=clear, status=status, says=text[-600:])
             temporary = [p for p in leftovers(settings) if p.endswith(".tmp")]
-            count.check(f"Ctrl-C {i} in {where}", holds=not temporary, left=temporary)
-        with noting(count, f"Ctrl-C {i}"):
+            count.check(f"Ctrl-C in {where}", holds=not temporary, left=temporary)
+        with noting(count, f"Ctrl-C in {where}"):
             is_whole(settings.out)
-        finish(count, scene, scene.settings(f"ctrl{i}"), right, f"rerun after Ctrl-C {i}")
+        finish(count, scene, replace(settings, workers=1), right, f"rerun of {settings.out}")
     return count
 
 

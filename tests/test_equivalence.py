@@ -1,7 +1,7 @@
 """Packed equals separate: against transformers' own model, and against ourselves one document at a time."""
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -291,34 +291,47 @@ def test_greedy_generation_equals_transformers_and_stops_at_an_end_id() -> None:
         generate_greedy(model, [], max_new_tokens=1, eos_ids=[])
 
 
+def watched(made: list[StorageWeakRef], function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function, the storage of what it returns noted."""
+
+    def call(*arguments: Any) -> Any:
+        out = function(*arguments)
+        made.append(StorageWeakRef((out[1] if isinstance(out, tuple) else out).untyped_storage()))
+        return out
+
+    return call
+
+
+def run_watched(*, names: Sequence[str], again: bool, layers: int) -> tuple[list[Tensor], list[bool]]:
+    """Gradients, and whether each output of these operations was gone after the forward pass."""
+    made: list[StorageWeakRef] = []
+    kernels = dataclasses.replace(select(CPU), rematerialize=again)
+    kernels = dataclasses.replace(kernels, **{name: watched(made, getattr(kernels, name)) for name in names})
+    model = tiny_model(kernels=kernels)
+    model.set_recompute(layers)
+    loss = model(batch_of(random_documents([40, 1, 23]), tail=3))
+    released = [reference.expired() for reference in made]
+    loss.backward()
+    return [p.grad for p in model.parameters() if p.grad is not None], released
+
+
 def test_cheap_tensors_computed_again_give_the_same_gradients_and_are_not_held() -> None:
-    batch = batch_of(random_documents([40, 1, 23]), tail=3)
-
-    def run(*, again: bool) -> tuple[list[Tensor], list[bool]]:
-        made: list[StorageWeakRef] = []
-
-        def watched(function: Callable[..., Any]) -> Callable[..., Any]:
-            def call(*arguments: Any) -> Any:
-                out = function(*arguments)
-                cheap = out[1] if isinstance(out, tuple) else out
-                made.append(StorageWeakRef(cheap.untyped_storage()))
-                return out
-
-            return call
-
-        kernels = dataclasses.replace(select(CPU), rematerialize=again)
-        names = ("add_rms_norm", "output_gate", "gated_rms_norm", "swiglu")
-        kernels = dataclasses.replace(kernels, **{name: watched(getattr(kernels, name)) for name in names})
-        model = tiny_model(kernels=kernels)
-        loss = model(batch)
-        released = [reference.expired() for reference in made]
-        loss.backward()
-        return [p.grad for p in model.parameters() if p.grad is not None], released
-
-    plain, released = run(again=False)
+    names = ("add_rms_norm", "output_gate", "gated_rms_norm", "swiglu")
+    plain, released = run_watched(names=names, again=False, layers=0)
     assert not any(released[:-1])  # nobody holds the last norm's output: the loss has done its backward pass
-    again, released = run(again=True)
+    again, released = run_watched(names=names, again=True, layers=0)
     assert all(released)
     assert len(released) == 4 * 2 + 4 + 4  # norms but the first, gates, swiglu
     assert len(plain) == len(list(tiny_model().parameters()))
     assert all(torch.equal(one, two) for one, two in zip(plain, again, strict=True))
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_recomputed_layer_holds_nothing_of_its_inside(again: bool) -> None:  # noqa: FBT001
+    names = ("causal_conv", "gated_delta_rule", "attention", "gated_rms_norm", "output_gate", "swiglu")
+    plain, released = run_watched(names=names, again=again, layers=0)
+    assert not all(released)
+    recomputed, released = run_watched(names=names, again=again, layers=4)
+    assert all(released)
+    assert len(released) == 3 * 4 + 3  # of three linear layers and a full one
+    assert all(torch.equal(one, two) for one, two in zip(plain, recomputed, strict=True))

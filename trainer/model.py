@@ -31,6 +31,7 @@ from trainer.reference import Boundaries
 from trainer.sizes import ModelConfig, check_config, layer_types, rotary
 
 Rotary = tuple[Tensor, Tensor]
+Make = Callable[[], Tensor] | None
 
 
 def keeps_fp32(name: str) -> bool:
@@ -59,12 +60,12 @@ class RMSNorm(nn.Module):
 
 
 @contextlib.contextmanager
-def remade(value: Tensor, make: Callable[[], Tensor], *, enabled: bool) -> Iterator[None]:
-    """Inside, autograd keeps ``make`` in place of ``value``, and calls it in the backward pass.
+def remade(value: Tensor, make: Make) -> Iterator[None]:
+    """Inside, autograd keeps ``make``, if there is one, in place of ``value``, and calls it in the backward pass.
 
     For the input of a matrix product that is cheap to compute again from tensors that are kept anyway.
     """
-    if not (enabled and torch.is_grad_enabled()):
+    if make is None or not torch.is_grad_enabled():
         yield
         return
 
@@ -119,11 +120,11 @@ class GatedDeltaNet(nn.Module):
         self.norm = GatedRMSNorm(self.value_dim, eps=config.rms_norm_eps, kernels=kernels)
         self.out_proj = nn.Linear(values, config.hidden_size, bias=False)
 
-    def forward(self, x_TD: Tensor, make_x: Callable[[], Tensor], bounds: Boundaries) -> Tensor:
-        """[T, D] -> [T, D]; ``make_x`` gives ``x_TD`` again."""
+    def forward(self, x_TD: Tensor, make_x: Make, bounds: Boundaries) -> Tensor:
+        """[T, D] -> [T, D]; ``make_x`` gives ``x_TD`` again, None if nothing is to be made again."""
         assert self.A_log.dtype.itemsize >= 4, "A_log was rounded: change the dtype with model.to_dtype"
-        kernels, again = self.kernels, self.kernels.rematerialize
-        with remade(x_TD, make_x, enabled=again):
+        kernels = self.kernels
+        with remade(x_TD, make_x):
             mixed_TC, gate_TC = self.in_proj_qkv(x_TD), self.in_proj_z(x_TD)
             a_TH, b_TH = self.in_proj_a(x_TD), self.in_proj_b(x_TD)
         mixed_TC = kernels.causal_conv(mixed_TC, self.conv1d.weight.squeeze(1), bounds)
@@ -139,7 +140,7 @@ class GatedDeltaNet(nn.Module):
         )
         gate_THV = gate_TC.view_as(out_THV)
         normed_TC = self.norm(out_THV, gate_THV).flatten(1)
-        with remade(normed_TC, lambda: self.norm(out_THV, gate_THV).flatten(1), enabled=again):
+        with remade(normed_TC, make_x and (lambda: self.norm(out_THV, gate_THV).flatten(1))):
             out: Tensor = self.out_proj(normed_TC)
         return out
 
@@ -158,10 +159,10 @@ class GatedAttention(nn.Module):
         self.q_norm = RMSNorm(self.head_dim, eps=config.rms_norm_eps, kernels=kernels)
         self.k_norm = RMSNorm(self.head_dim, eps=config.rms_norm_eps, kernels=kernels)
 
-    def forward(self, x_TD: Tensor, make_x: Callable[[], Tensor], tables: Rotary, bounds: Boundaries) -> Tensor:
-        """[T, D] -> [T, D]; ``make_x`` gives ``x_TD`` again; tables: cosine and sine [T, R]."""
-        kernels, again = self.kernels, self.kernels.rematerialize
-        with remade(x_TD, make_x, enabled=again):
+    def forward(self, x_TD: Tensor, make_x: Make, tables: Rotary, bounds: Boundaries) -> Tensor:
+        """[T, D] -> [T, D]; ``make_x`` as in `GatedDeltaNet`; tables: cosine and sine [T, R]."""
+        kernels = self.kernels
+        with remade(x_TD, make_x):
             both_THK = self._heads(self.q_proj(x_TD), 2 * self.head_dim)
             key_TGK = self._heads(self.k_proj(x_TD), self.head_dim)
             value_TGK = self._heads(self.v_proj(x_TD), self.head_dim)
@@ -171,7 +172,7 @@ class GatedAttention(nn.Module):
         key_TGK = kernels.norm_rotary(key_TGK, self.k_norm.weight, self.k_norm.eps, *tables)
         out_THK = kernels.attention(query_THK, key_TGK, value_TGK, bounds)
         gated_TC = kernels.output_gate(out_THK, gate_THK).flatten(1)
-        with remade(gated_TC, lambda: kernels.output_gate(out_THK, gate_THK).flatten(1), enabled=again):
+        with remade(gated_TC, make_x and (lambda: kernels.output_gate(out_THK, gate_THK).flatten(1))):
             out: Tensor = self.o_proj(gated_TC)
         return out
 
@@ -190,13 +191,13 @@ class SwiGLU(nn.Module):
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
-    def forward(self, x_TD: Tensor, make_x: Callable[[], Tensor]) -> Tensor:
-        """[T, D] -> [T, D]; ``make_x`` gives ``x_TD`` again."""
-        swiglu, again = self.kernels.swiglu, self.kernels.rematerialize
-        with remade(x_TD, make_x, enabled=again):
+    def forward(self, x_TD: Tensor, make_x: Make) -> Tensor:
+        """[T, D] -> [T, D]; ``make_x`` as in `GatedDeltaNet`."""
+        swiglu = self.kernels.swiglu
+        with remade(x_TD, make_x):
             gate_TF, up_TF = self.gate_proj(x_TD), self.up_proj(x_TD)
         inner_TF = swiglu(gate_TF, up_TF)
-        with remade(inner_TF, lambda: swiglu(gate_TF, up_TF), enabled=again):
+        with remade(inner_TF, make_x and (lambda: swiglu(gate_TF, up_TF))):
             out: Tensor = self.down_proj(inner_TF)
         return out
 
@@ -216,20 +217,22 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, kernels=kernels)
 
     def forward(
-        self, x_TD: Tensor, delta_TD: Tensor | None, tables: Rotary, bounds: Boundaries
+        self, x_TD: Tensor, delta_TD: Tensor | None, tables: Rotary, bounds: Boundaries, *, rematerialize: bool
     ) -> tuple[Tensor, Tensor]:
         """Residual stream and what the layer before adds to it -> the stream and what this layer adds to it.
 
-        So every sum stands beside the norm that reads it, and one kernel does both.
+        So every sum stands beside the norm that reads it, and one kernel does both. ``rematerialize`` is for layers
+        that keep their activations: a recomputed layer would be kept alive by what makes its tensors again.
         """
         x_TD, normed_TD = self.input_layernorm.add(x_TD, delta_TD)
-        make = functools.partial(self.input_layernorm, x_TD)
+        make = functools.partial(self.input_layernorm, x_TD) if rematerialize else None
         if self.is_linear:
             delta_TD = self.linear_attn(normed_TD, make, bounds)
         else:
             delta_TD = self.self_attn(normed_TD, make, tables, bounds)
         x_TD, normed_TD = self.post_attention_layernorm.add(x_TD, delta_TD)
-        return x_TD, self.mlp(normed_TD, functools.partial(self.post_attention_layernorm, x_TD))
+        make = functools.partial(self.post_attention_layernorm, x_TD) if rematerialize else None
+        return x_TD, self.mlp(normed_TD, make)
 
 
 class TextModel(nn.Module):
@@ -239,6 +242,7 @@ class TextModel(nn.Module):
         super().__init__()
         self.config = config
         self.num_recomputed = 0
+        self.rematerialize = kernels.rematerialize
         # No padding_idx: padding has no targets, and a pad id inside a document is a token like any other.
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(
@@ -253,11 +257,12 @@ class TextModel(nn.Module):
         delta_TD: Tensor | None = None
         for i, layer in enumerate(self.layers):
             if i < self.num_recomputed and torch.is_grad_enabled():
+                call = functools.partial(layer, rematerialize=False)
                 x_TD, delta_TD = checkpoint(
-                    layer, x_TD, delta_TD, tables, batch, use_reentrant=False, preserve_rng_state=False
+                    call, x_TD, delta_TD, tables, batch, use_reentrant=False, preserve_rng_state=False
                 )
             else:
-                x_TD, delta_TD = layer(x_TD, delta_TD, tables, batch)
+                x_TD, delta_TD = layer(x_TD, delta_TD, tables, batch, rematerialize=self.rematerialize)
         out: Tensor = self.norm.add(x_TD, delta_TD)[1]
         return out
 

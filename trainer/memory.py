@@ -3,8 +3,8 @@
     Workload ── estimate ──▶ Estimate (a table) ── require ──▶ goes on, or an error that names what would fit
 
 Guarantees: an estimate needs the configuration alone, no weight and no forward pass. On the CPU the peak of real
-runs lies within 0.6 and 1.2 times the estimate (``tests/test_memory.py``). On an H200 peaks lay
-between 0.88 and 0.99 times the estimate, which adds up gradients and activations though the one grow while the other go.
+runs lies within 0.6 and 1.2 times the estimate (``tests/test_memory.py``). On an H200 peaks lay between
+0.88 and 0.99 times the estimate, which adds gradients to activations though the one grow while the other go.
 Costs: milliseconds.
 
 With torch references activations are counted from what autograd keeps, with fused kernels from what these keep.

@@ -11,6 +11,11 @@ Guarantees: the same recipe gives the same bytes for any number of workers and a
 killed goes on where it stopped; a finished dataset is recognised and left alone; another recipe is refused.
 """
 
+from pipeline.interrupt import INTERRUPTED, hear, quiet_imports
+
+if __name__ == "__main__":
+    quiet_imports(INTERRUPTED)
+
 import contextlib
 import gc
 import json
@@ -52,6 +57,7 @@ from pipeline.tokenizer import TokenizerFiles, open_tokenizer
 from pipeline.workers import Workers, shared
 
 PACK_VERSION = 1
+MAX_TOKENS = 2**24  # a shard holds 8 rows at least
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,6 +118,7 @@ def main() -> int:
     """The command line. Returns the exit status: 0 done, 2 an error that is explained, 130 interrupted."""
     settings = tyro.cli(Settings, prog="python -m pipeline.pack")
     try:
+        hear()
         if settings.dry_run:
             print(dry_run(settings))
         else:
@@ -120,7 +127,7 @@ def main() -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("\ninterrupted: nothing half-published is left; the same command goes on from here", file=sys.stderr)
+        print(INTERRUPTED, file=sys.stderr)
         return 130
     return 0
 
@@ -199,12 +206,7 @@ def _make(
 def resolve(settings: Settings) -> tuple[Source, TokenizerFiles, dict[str, Any]]:
     """Open source and tokenizer and write down the recipe: every setting that shapes the content."""
     kwargs = _template_kwargs(settings.template_kwargs)
-    if settings.max_tokens < 2:
-        raise ValueError(f"--max-tokens {settings.max_tokens}: a row needs at least 2 tokens")
-    if not 0 <= settings.seed < 2**63:
-        raise ValueError(f"--seed {settings.seed}: use 0 to 2**63 - 1")
-    if settings.workers < 1:
-        raise ValueError(f"--workers {settings.workers}: use at least 1")
+    _check(settings)
     source = open_source(
         settings.source,
         split=settings.split,
@@ -236,6 +238,23 @@ def resolve(settings: Settings) -> tuple[Source, TokenizerFiles, dict[str, Any]]
         },
     }
     return source, tokenizer, recipe
+
+
+def _check(settings: Settings) -> None:
+    """Refuse settings out of range before anything is read or written."""
+    if settings.max_tokens < 2:
+        raise ValueError(f"--max-tokens {settings.max_tokens}: a row needs at least 2 tokens")
+    if settings.max_tokens > MAX_TOKENS:
+        raise ValueError(f"--max-tokens {settings.max_tokens}: use at most {MAX_TOKENS}; a shard is built in memory")
+    if not 0 <= settings.seed < 2**63:
+        raise ValueError(f"--seed {settings.seed}: use 0 to 2**63 - 1")
+    if settings.workers < 1:
+        raise ValueError(f"--workers {settings.workers}: use at least 1")
+    if settings.cache_dir.resolve().is_relative_to(settings.out.resolve()):
+        raise ValueError(
+            f"--out {settings.out}: --cache-dir {settings.cache_dir} is or lies within it, where nothing but the "
+            "dataset may lie; choose another folder for one of them"
+        )
 
 
 def existing(out: Path, recipe: dict[str, Any]) -> Manifest | None:

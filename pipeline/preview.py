@@ -20,7 +20,7 @@ from pipeline.cut import Documents
 from pipeline.encode import BlockRecord, Document, Encoder, block_name, encode_fingerprint
 from pipeline.rows import Block
 from pipeline.source import Conversation, Source, read_block
-from pipeline.summary import table
+from pipeline.summary import nothing_left, table
 from pipeline.tokenizer import TokenizerFiles
 
 SAMPLE_BLOCKS, SAMPLE_CHATS = 32, 1024  # places in the source, and chats over all of them
@@ -50,7 +50,8 @@ def preview(
     """A table of what ``pack`` would make of this recipe: rows, bytes, time, and the cache it would use.
 
     Raises:
-        ValueError: the tokenizer cannot be used, or a document is longer than a row and the overflow policy is error.
+        ValueError: the tokenizer cannot be used, nothing can be packed, or a document is longer than a row and the
+            overflow policy is error.
     """
     folder, blocks = cache_dir / encode_fingerprint(recipe)[:32], source.blocks()
     num_chats = sum(block.num_rows for block in blocks)
@@ -88,6 +89,8 @@ def _exact(encoded: EncodedSet, recipe: dict[str, Any]) -> _Forecast:
     """Plan what is encoded."""
     started, rule = time.monotonic(), recipe["pack"]
     plan = plan_packing(encoded.documents, **{name: rule[name] for name in ("max_tokens", "overflow", "seed")})
+    if not plan.num_rows:
+        raise ValueError(nothing_left(encoded, plan))
     return _Forecast(
         rows=plan.num_rows,
         tokens=int(plan.stops.sum(dtype=np.int64) - plan.starts.sum(dtype=np.int64)),
@@ -121,13 +124,17 @@ def _estimate(
         raise ValueError(f"none of a sample of {num_read} chats has a target. Check the columns and the template")
     lengths = np.array([len(document.input_ids) for document in documents], np.int64)
     plan = plan_packing(_flat(documents), **{name: rule[name] for name in ("max_tokens", "overflow", "seed")})
+    if not plan.num_rows:
+        raise ValueError(f"none of a sample of {num_read} chats can be packed. Check --max-tokens and --overflow")
     pieces = plan.stops.astype(np.int64) - plan.starts
-    least = -(-pieces.sum() // rule["max_tokens"]) if len(pieces) else 1
+    whole = num_read == num_chats  # a source smaller than a sample: nothing is left to estimate
+    sampled = f"estimated from {num_read:,} of the chats, give or take"
+    least = -(-pieces.sum() // rule["max_tokens"])
     # What the bound says of so few rows is rough; where pieces do not fit together, it is far above the tokens' number.
     misfit = max(1.0, (lower_bound(pieces, max_tokens=rule["max_tokens"]) - 1) / max(1, least))
     spread = 2 * float(lengths.std()) / max(1.0, float(lengths.mean())) / len(lengths) ** 0.5
     return _Forecast(
-        rows=max(1, round(pieces.sum() * scale * misfit / rule["max_tokens"] + 0.5)),
+        rows=plan.num_rows if whole else max(1, round(pieces.sum() * scale * misfit / rule["max_tokens"] + 0.5)),
         tokens=round(pieces.sum() * scale),
         new_tokens=round(lengths.sum() * num_left / max(1, num_read)),
         seconds={
@@ -135,7 +142,9 @@ def _estimate(
             "encode": seconds * num_left / min(workers, len(blocks)),
             "plan": 5e-6 * num_chats,
         },
-        how=f"estimated from a sample of {num_read:,} chats, give or take {spread:.1%}",
+        how="exact, from every chat"
+        if whole
+        else f"estimated from {num_read:,} of the chats, give or take {spread:.1%}",
     )
 
 

@@ -27,6 +27,9 @@ NO_PYTHON = (ValueError, OverflowError, LookupError, NotImplementedError)
 Extent = tuple[int, int, int]
 """offset, bytes, rows of a block within its file."""
 
+Stamp = tuple[int, int, int]
+"""Size, time and inode of a file: another one means that it may hold something else."""
+
 Unreadable = tuple[str, str]
 """(reason, detail) in place of a row."""
 
@@ -49,9 +52,17 @@ class Block:
     """Bytes to read (jsonl), 0 otherwise."""
     columns: tuple[str, str | None]
     """Names of the messages and the tools column; None where there are no tools."""
+    stamp: Stamp
+    """Of the file when it was digested."""
 
 
 # --------------------------------------------------------------------------------------------- extents
+
+
+def stamp_of(path: Path) -> Stamp:
+    """What tells a file from the one that was there before. Raises OSError."""
+    stat = path.stat()
+    return stat.st_size, stat.st_mtime_ns, stat.st_ino
 
 
 def parquet_file(path: Path) -> pq.ParquetFile:
@@ -112,9 +123,11 @@ def read_rows(block: Block) -> Iterator[dict[str, Any] | Unreadable]:
     """Every row of a block, in order.
 
     Raises:
-        ValueError: the file is not what its first look promised.
+        ValueError: the file is not what its first look promised, or no longer the one that was digested.
     """
-    return _jsonl_rows(block) if block.kind == "jsonl" else _arrow_rows(block)
+    yield from _jsonl_rows(block) if block.kind == "jsonl" else _arrow_rows(block)
+    if stamp_of(Path(block.path)) != block.stamp:
+        raise ValueError(f"{block.path}: written anew since its digest was taken. Run the same command again.")
 
 
 def _jsonl_rows(block: Block) -> Iterator[dict[str, Any] | Unreadable]:
@@ -196,12 +209,12 @@ def _parquet_batches(block: Block) -> Iterator[pa.RecordBatch]:
     """The rows of a block, which lies within one row group."""
     global _row_group
     try:
-        stat, file = Path(block.path).stat(), parquet_file(Path(block.path))
+        stamp, file = stamp_of(Path(block.path)), parquet_file(Path(block.path))
         ends = list(accumulate(file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)))
         group = bisect_right(ends, block.offset)
         first = block.offset - (ends[group - 1] if group else 0)
         at, stop = first, first + block.num_rows
-        key = (block.path, stat.st_mtime_ns, stat.st_size, stat.st_ino, group, block.columns)
+        key = (block.path, stamp, group, block.columns)
         while at < stop:
             if _row_group is None or _row_group.key != key or _row_group.first > at:
                 _row_group = _RowGroup(file, group, block.columns, key)

@@ -245,7 +245,7 @@ class PackedDataset:
             self._readers[shard] = self._open_shard(shard)
         try:
             batch = self._readers[shard].get_batch(number)
-        except (pa.ArrowInvalid, OSError) as error:
+        except (pa.ArrowException, OSError) as error:
             path = str(self._shard_path(shard))
             raise damaged(path, f"record batch {number}", f"unreadable bytes ({type(error).__name__})") from None
         self._last = (shard, number, batch)
@@ -255,12 +255,13 @@ class PackedDataset:
         path = self._shard_path(shard)
         try:
             reader = pa.ipc.open_file(pa.memory_map(str(path)))
-        except (pa.ArrowInvalid, OSError) as error:
+        except (pa.ArrowException, OSError) as error:
             raise damaged(str(path), "an Arrow IPC file", f"unreadable bytes ({type(error).__name__})") from None
         manifest = self.manifest
         expected = schema(max_tokens=manifest.max_tokens, fingerprint=manifest.fingerprint, shard=shard)
         if not reader.schema.equals(expected, check_metadata=True):
-            found = {k.decode(): v.decode(errors="replace") for k, v in (reader.schema.metadata or {}).items()}
+            metadata = (reader.schema.metadata or {}).items()
+            found = {k.decode(errors="replace"): v.decode(errors="replace") for k, v in metadata}
             raise damaged(str(path), f"schema and metadata of shard {shard} of {manifest.fingerprint}", str(found))
         batches = -(-manifest.files["shards"][shard]["rows"] // ROWS_PER_BATCH)
         if reader.num_record_batches != batches:

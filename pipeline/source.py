@@ -20,7 +20,7 @@ import pyarrow as pa
 from pipeline.hub import HUB_ID, LOCAL_OPTIONS, hub_identity, prepare_with_datasets
 from pipeline.memo import read_note, write_note
 from pipeline.progress import Progress
-from pipeline.rows import EXTENTS, Block, parquet_file, parse_line, read_rows
+from pipeline.rows import EXTENTS, Block, Stamp, parquet_file, parse_line, read_rows, stamp_of
 
 LINES_TO_LOOK_AT = 10_000  # of a jsonl file, for the names of its columns
 
@@ -61,6 +61,8 @@ class Source:
     """The entry of ``recipe["source"]``: id, revision, split, files, columns, limit."""
     paths: tuple[Path, ...]
     """Local files, in recipe order."""
+    stamps: tuple[Stamp, ...]
+    """Of each of them, taken before its digest."""
     kind: str
     """As in Block, or "" where each file's name tells."""
 
@@ -69,14 +71,14 @@ class Source:
         columns = (self.recipe["messages_column"], self.recipe["tools_column"])
         limit = self.recipe["limit"]
         first, out = 0, []
-        for path in self.paths:
+        for path, stamp in zip(self.paths, self.stamps, strict=True):
             kind = self.kind or path.suffix[1:]
             for offset, num_bytes, rows in EXTENTS[kind](path):
                 wanted = rows if limit is None else min(rows, limit - first)
                 if wanted > 0:
                     out.append(
                         Block(path=str(path), kind=kind, first_doc_id=first, num_rows=wanted, offset=offset,
-                              num_bytes=num_bytes, columns=columns)
+                              num_bytes=num_bytes, columns=columns, stamp=stamp)
                     )  # fmt: skip
                     first += wanted
         return out
@@ -114,13 +116,15 @@ def open_source(
         raise ValueError(f"--limit {limit}: must be at least 1")
     path = Path(spec)
     if path.exists():
-        kind, paths = "", _local_files(path, split)
+        kind, paths = "", _local_files(path, split, revision)
+        stamps = [stamp_of(path) for path in paths]
         identity = {"id": None, "revision": None, "split": split if path.is_dir() else None}
         files = _described(paths, path, digest_files(paths, cache_dir, rehash=rehash, remember=remember))
     elif HUB_ID.fullmatch(spec):
         kind = "arrow"
         identity, files = hub_identity(spec, split, revision)
         paths = prepare_with_datasets(spec, split, identity["revision"])
+        stamps = [stamp_of(path) for path in paths]
     else:
         raise ValueError(f"--source {spec}: no such file or folder, and not a hub id (owner/name). {LOCAL_OPTIONS}")
     recipe = identity | {
@@ -129,11 +133,16 @@ def open_source(
         "tools_column": _tools_column(paths, kind, messages_column, tools_column),
         "limit": limit,
     }
-    return Source(recipe=recipe, paths=tuple(paths), kind=kind)
+    return Source(recipe=recipe, paths=tuple(paths), stamps=tuple(stamps), kind=kind)
 
 
 def read_block(block: Block) -> Iterator[Conversation | Reject]:
-    """Every row of a block, in order: a Conversation, or a Reject if the row cannot be read at all."""
+    """Every row of a block, in order: a Conversation, or a Reject if the row cannot be read at all.
+
+    Raises:
+        ValueError: the file cannot be read; or, after the last row at the latest, it was written anew since its digest
+            was taken.
+    """
     messages_column, tools_column = block.columns
     for doc_id, row in zip(count(block.first_doc_id), read_rows(block), strict=False):
         if isinstance(row, tuple):
@@ -147,7 +156,7 @@ def digest_files(paths: list[Path], cache_dir: Path, *, rehash: bool, remember: 
     """sha256 of each file, remembered in ``cache_dir/digests.json`` by path, size, mtime and inode."""
     memo_path = cache_dir / "digests.json"
     memo = read_note(memo_path) or {}
-    stats = {path: [stat.st_size, stat.st_mtime_ns, stat.st_ino] for path in paths for stat in [path.stat()]}
+    stats = {path: list(stamp_of(path)) for path in paths}
     keys = {path: str(path.resolve()) for path in paths}
 
     def is_known(path: Path) -> bool:
@@ -178,7 +187,9 @@ def _sha256(path: Path, progress: Progress) -> str:
 # ----------------------------------------------------------------------------------------- local files
 
 
-def _local_files(path: Path, split: str) -> list[Path]:
+def _local_files(path: Path, split: str, revision: str | None) -> list[Path]:
+    if revision is not None:
+        raise ValueError(f"--revision {revision}: --source {path} is a local path, which has no revisions")
     if path.is_file():
         if path.suffix not in (".parquet", ".jsonl"):
             raise ValueError(f"--source {path}: expected a .parquet or .jsonl file, or a folder of them")

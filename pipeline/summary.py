@@ -70,6 +70,8 @@ def tool_advice(encoded: EncodedSet) -> str:
 
 def nothing_left(encoded: EncodedSet, plan: PackPlan) -> str:
     """Why there is no row at all."""
+    if not encoded.num_chats:
+        return "the files of --source hold no chat: not one row, or line that is not blank"
     reasons: dict[str, int] = {}
     for line in reject_lines(encoded, plan):
         if line.what == "rejected":

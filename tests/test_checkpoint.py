@@ -204,6 +204,21 @@ def test_only_the_newest_are_kept(run: Run) -> None:
     assert len(steps(folder)) == 2
 
 
+def test_pruning_never_takes_the_checkpoint_just_saved_for_a_damaged_later_one(run: Run) -> None:
+    folder, model, optimizer = run
+    for step in (5, 10):
+        save_step(run, step)
+    flip_a_bit(folder / "checkpoints" / "step-00000010" / "model.safetensors")
+    state = load_latest(folder, model=model, optimizer=optimizer, say=lambda text: None)
+    assert state is not None
+    assert state.step == 5
+    save_step(run, 7)
+    prune(folder, keep=1, last=7)
+    again = load_latest(folder, model=model, optimizer=optimizer, say=lambda text: None)
+    assert again is not None
+    assert again.step == 7
+
+
 # --------------------------------------------------------------------------------------------- damage
 
 

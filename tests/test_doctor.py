@@ -22,14 +22,15 @@ SMALL = Sizes(
     num_tokens=256,
     odd=(1, 2, 3, 31, 33, 63, 65),
     many=(8,) * 30,
-    key_heads=1,
-    value_heads=2,
+    key_heads=2,
+    value_heads=4,
     linear_dim=8,
     heads=2,
     kv_heads=1,
     head_dim=16,
     hidden=16,
     vocab=37,
+    loss_vocab=37,
 )
 
 Function = Callable[..., Any]
@@ -155,6 +156,10 @@ BROKEN: dict[str, tuple[str, Callable[[Function], Function]]] = {
         "gated_delta_rule",
         with_inputs(lambda q, k, v, decay, beta, batch: (q, k, v, 0.0 * decay, beta, batch)),
     ),
+    "the delta rule pairs values with another group's keys": (
+        "gated_delta_rule",
+        with_inputs(lambda q, k, *rest: (q.repeat(1, 2, 1), k.repeat(1, 2, 1), *rest)),
+    ),
     "the delta rule drops the scale": ("gated_delta_rule", with_output(lambda out, *_: out * 8**0.5)),
     "the convolution drops a tap": (
         "causal_conv",
@@ -205,6 +210,20 @@ def test_a_broken_kernel_is_found_and_named(what: str) -> None:
     assert {finding.implementation for finding in failed} == {"torch reference"}
     if "leaks" in what:
         assert all("cross" in finding.check for finding in failed), "the numbers are right but for the leak"
+
+
+@pytest.mark.parametrize("sizes", [cases.RELEASED, cases.NARROW])
+def test_the_examined_delta_rule_has_groups_of_heads_as_the_larger_models_have(sizes: Sizes) -> None:
+    assert 1 < sizes.key_heads < sizes.value_heads
+
+
+@pytest.mark.filterwarnings("default")  # the compiler's own deprecations
+def test_the_loss_examined_on_a_gpu_takes_several_parts_of_the_row_and_of_the_vocabulary() -> None:
+    from trainer.fused import LOSS_BYTES
+
+    sizes = cases.RELEASED
+    assert 0.6 * sizes.num_tokens * sizes.loss_vocab * 2 > LOSS_BYTES, "a third of the tokens is no target"
+    assert sizes.loss_vocab > 4 * 8192, "what the kernel reads at a time"
 
 
 def test_tiny_queries_show_a_forgotten_eps() -> None:

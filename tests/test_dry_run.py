@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 import pipeline.pack
+import pipeline.preview
 from pipeline.manifest import DatasetError
 from pipeline.pack import Settings, dry_run, pack
 from tests.chatml import write_tokenizer
@@ -40,21 +41,30 @@ def number(text: str, line: str) -> int:
 
 @pytest.mark.parametrize("overflow", ["truncate", "split", "drop"])
 def test_without_a_cache_everything_is_estimated_and_nothing_is_written(
-    make: Any, tmp_path: Path, overflow: str
+    make: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, overflow: str
 ) -> None:
+    monkeypatch.setattr(pipeline.preview, "SAMPLE_CHATS", 300)
     before = listing(tmp_path)
     text = dry_run(make(overflow=overflow))
     assert listing(tmp_path) == before
-    assert "estimated from a sample of 600 chats" in text
+    assert re.search(r"estimated from [2-4]\d\d of the chats", text)
     assert "empty, made first" in text
     rows = pack(make(overflow=overflow)).totals["rows"]
     assert abs(number(text, "rows") - rows) <= 0.03 * rows + 1
 
 
-def test_rows_are_estimated_where_most_chats_exceed_half_a_row(make: Any) -> None:
-    text = dry_run(make(max_tokens=64, overflow="drop"))
-    rows = pack(make(max_tokens=64, overflow="drop")).totals["rows"]
-    assert abs(number(text, "rows") - rows) <= 0.05 * rows + 1
+def test_a_source_smaller_than_a_sample_is_planned_exactly(make: Any) -> None:
+    text = dry_run(make(max_tokens=64, overflow="split"))
+    assert "exact, from every chat" in text
+    totals = pack(make(max_tokens=64, overflow="split")).totals
+    assert (number(text, "rows"), number(text, "tokens")) == (totals["rows"], totals["tokens"])
+
+
+def test_rows_are_estimated_where_most_chats_exceed_half_a_row(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipeline.preview, "SAMPLE_CHATS", 300)
+    text = dry_run(make(max_tokens=110, overflow="drop"))
+    rows = pack(make(max_tokens=110, overflow="drop")).totals["rows"]
+    assert abs(number(text, "rows") - rows) <= 0.1 * rows + 1
 
 
 def test_with_a_complete_cache_the_rows_are_exact_and_nothing_is_written(make: Any, tmp_path: Path) -> None:
@@ -94,6 +104,22 @@ def test_the_command_prints_the_table_and_exits_0(
     assert listing(tmp_path) == before
     text = capsys.readouterr().out
     assert all(f"\n{name} " in f"\n{text}" for name in ("dry run", "source", "cache", "rows", "bytes", "seconds"))
+
+
+def test_what_cannot_be_packed_is_the_error_that_packing_gives(make: Any, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="none of a sample of 600 chats can be packed"):
+        dry_run(make(max_tokens=4))
+    with pytest.raises(ValueError, match="none of 600 chats can be packed"):
+        pack(make(max_tokens=4))
+    with pytest.raises(ValueError, match="none of 600 chats can be packed"):
+        dry_run(make(max_tokens=4))
+
+
+def test_a_source_without_rows_is_an_error_that_says_so(make: Any, tmp_path: Path) -> None:
+    (tmp_path / "empty.jsonl").write_text("\n \n")
+    for run in (dry_run, pack):
+        with pytest.raises(ValueError, match="hold no chat"):
+            run(make(source=str(tmp_path / "empty.jsonl")))
 
 
 def test_a_source_of_rejects_alone_is_an_error(make: Any, tmp_path: Path) -> None:

@@ -16,10 +16,12 @@ import pytest
 import pipeline.pack
 import pipeline.publish
 from pipeline.memo import read_note, write_note
-from pipeline.pack import pack
+from pipeline.pack import Settings, pack
 from pipeline.publish import hold
 from pipeline.shards import DatasetError, PackedDataset, publish
 from pipeline.source import open_source, read_block
+from tests.chatml import write_tokenizer
+from tests.chats import small_chats, write_parquet
 from tests.packed import make_packed, random_rows
 from tests.scene import ROOT, Scene, content, make_scene
 
@@ -113,6 +115,33 @@ def test_a_jsonl_file_that_became_shorter_while_it_was_read_is_an_error_and_no_r
     path.write_text('{"messages": []}\n' * 2)
     with pytest.raises(ValueError, match=r"train\.jsonl: shorter than it was"):
         list(read_block(blocks[0]))
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_a_source_replaced_after_its_digest_was_taken_is_an_error_and_its_rows_are_in_no_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    def write(path: Path, number: int) -> Path:
+        chats = small_chats(20, seed=number)
+        if kind == "parquet":
+            return write_parquet(path, chats)
+        path.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+        return path
+
+    source, other, real = write(tmp_path / f"x.{kind}", 0), write(tmp_path / f"y.{kind}", 1), pipeline.pack.open_source
+    settings = Settings(source=str(source), tokenizer=str(write_tokenizer(tmp_path / "tok")), max_tokens=256,
+                        out=tmp_path / "out", cache_dir=tmp_path / "cache", workers=1)  # fmt: skip
+
+    def replaced(*args: Any, **more: Any) -> Any:
+        found = real(*args, **more)
+        other.replace(source)
+        return found
+
+    monkeypatch.setattr(pipeline.pack, "open_source", replaced)
+    with pytest.raises(ValueError, match=rf"x\.{kind}: written anew since its digest was taken"):
+        pack(settings)
+    assert not settings.out.exists()
+    assert not [*settings.cache_dir.glob("*/block-*")]
 
 
 def test_an_error_of_a_full_disk_names_the_file_that_did_not_fit(

@@ -366,6 +366,54 @@ def test_a_slower_fused_kernel_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> 
     assert select(torch.device("cuda"), accept_slow=True).warnings() == []
 
 
+@pytest.mark.parametrize(
+    ("version", "wrong"),
+    [
+        ("3.3.1", False),
+        ("3.4.0", True),
+        ("3.6.0+git1234abcd", True),
+        ("3.7.0rc1", True),
+        ("3.7", True),
+        ("3.7.1", False),
+    ],
+)
+def test_any_spelling_of_tritons_version_is_read(monkeypatch: pytest.MonkeyPatch, version: str, wrong: bool) -> None:  # noqa: FBT001
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(kernels, "_version", lambda package: version)
+    assert (kernels._wrong_gradients(torch.device("cuda")) is not None) is wrong
+
+
+def test_a_package_from_a_distribution_of_another_name_has_a_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "fla", SimpleNamespace(__version__="0.6.0"))  # as fla-core brings it
+    monkeypatch.setitem(sys.modules, "flash_qla", SimpleNamespace())
+    assert kernels._version("fla") == "0.6.0"
+    assert kernels._version("flash_qla") == "unknown"
+
+
+def test_an_old_gpu_is_told_why_and_not_by_a_kernel_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    found = kernels.TABLE["attention"][0].obstacle(torch.device("cuda"))
+    assert found == "needs compute capability 8, this device has 7.5"
+
+
+@pytest.mark.filterwarnings("default")  # the compiler's own deprecations
+def test_no_row_length_runs_uncompiled() -> None:
+    from trainer import fused  # noqa: F401 - it raises torch's limit
+
+    graphs: list[object] = []
+
+    def backend(graph: Any, example: object) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    norm = torch.compile(reference.rms_norm, dynamic=False, backend=backend)
+    for num_tokens in range(16, 28):
+        norm(torch.zeros(num_tokens, 8), torch.zeros(8), 1e-6)
+    torch.compiler.reset()
+    assert len(graphs) == 12
+
+
 def test_a_cpu_machine_imports_no_gpu_package() -> None:
     code = (
         "import sys, torch; from trainer.kernels import select; select(torch.device('cpu'));"

@@ -355,16 +355,22 @@ def test_without_a_network_one_error_names_the_local_options(
         (["--template-kwargs", "["], "--template-kwargs ["),
         (["--source", "/missing.parquet"], "--source /missing.parquet"),
         (["--limit", "0"], "--limit 0"),
+        (["--max-tokens", "3000000000"], "--max-tokens 3000000000"),
+        (["--revision", "abc"], "--revision abc"),
+        (["--cache-dir", "here", "--out", "here"], "--out here: --cache-dir here"),
+        (["--cache-dir", "here/cache", "--out", "here"], "--out here: --cache-dir here/cache"),
     ],
 )
 def test_bad_settings_exit_2_with_one_line(
     make: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], changes: list[str], words: str
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["pack", *arguments(make()), *changes])
+    monkeypatch.chdir(make().out.parent)
     assert pipeline.pack.main() == 2
     error = capsys.readouterr().err
     assert words in error
     assert error.count("\n") == 1
+    assert not Path("here").exists()
 
 
 def test_the_summary_names_rows_fill_rejects_and_seconds(make: Any, capsys: pytest.CaptureFixture[str]) -> None:

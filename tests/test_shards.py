@@ -191,6 +191,22 @@ def test_a_zeroed_page_is_found(dataset_path: Path) -> None:
                 verify_hashes(PackedDataset.open(dataset_path))
 
 
+def test_a_damaged_footer_is_never_another_error_than_ours(dataset_path: Path) -> None:
+    file = dataset_path / "shard-00000.arrow"
+    whole, messages = file.read_bytes(), []
+    file.unlink()
+    for at in range(len(whole) - 1500, len(whole)):
+        damaged = bytearray(whole)
+        damaged[at] ^= 1 << at % 8
+        file.write_bytes(damaged)
+        try:
+            PackedDataset.open(dataset_path)[0]
+        except DatasetError as error:
+            messages.append(str(error))
+    assert len(messages) > 500
+    assert all(file.name in message for message in messages)
+
+
 def test_a_foreign_file_is_found_and_the_report_tolerated(dataset_path: Path) -> None:
     (dataset_path / "report.html").write_text("<p>")
     verify_hashes(PackedDataset.open(dataset_path))

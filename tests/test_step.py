@@ -255,6 +255,30 @@ def test_bf16_micro_steps_have_one_gradient_within_its_rounding(dataset: Path, m
     assert relative(of(micro_rows), of(1)) < 2e-2
 
 
+def test_bf16_micro_steps_are_added_up_in_fp32_and_rounded_once(dataset: Path) -> None:
+    batches = read(dataset, micro_rows=1)
+    assert len(batches.micro) == 8
+    count = num_targets(batches)
+    model = make_model().to_dtype(torch.bfloat16)
+    expected = {name: torch.zeros(p.shape) for name, p in model.named_parameters()}
+    for micro in batches.micro:
+        compute_gradients(model, [micro], num_targets=count, device=CPU)
+        for name, parameter in model.named_parameters():
+            if parameter.grad is not None:
+                expected[name] += parameter.grad.float()
+        model.zero_grad()
+
+    def found(*, wide_sums: bool) -> dict[str, Tensor]:
+        model.zero_grad()
+        compute_gradients(model, batches.micro, num_targets=count, device=CPU, wide_sums=wide_sums)
+        return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+    wide, narrow = found(wide_sums=True), found(wide_sums=False)
+    assert wide.keys() == expected.keys()
+    assert all(torch.equal(wide[name], total.to(wide[name].dtype)) for name, total in expected.items())
+    assert not all(torch.equal(narrow[name], wide[name]) for name in wide)
+
+
 def test_the_norm_of_bf16_gradients_is_not_rounded_to_bf16() -> None:
     torch.manual_seed(0)
     gradients = [torch.randn(50, 40).bfloat16(), torch.randn(7), torch.randn(300).bfloat16()]

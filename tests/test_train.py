@@ -29,6 +29,7 @@ from trainer.kernels import select
 from trainer.metrics import Metrics
 from trainer.model import keeps_fp32
 from trainer.record import command, default_folder, require_folder
+from trainer.settings import Settings, resolve
 
 ROOT = Path(__file__).resolve().parents[1]
 VOCAB = 300
@@ -305,6 +306,13 @@ def test_on_a_gpu_the_doctor_is_asked_before_anything_is_written(monkeypatch: py
     with pytest.raises(ValueError, match="attention failed"):
         train.prove(kernels, torch.device("cuda"))
     assert asked == [torch.device("cuda")]
+
+
+def test_fp32_on_a_gpu_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    settings = Settings(shards=tmp_path, out=tmp_path / "run", precision="fp32")
+    with pytest.raises(ValueError, match="--precision fp32: a GPU's kernels compute in bf16"):
+        resolve(settings, spec=None, dataset_id="0" * 32, device=torch.device("cuda"))
+    assert resolve(settings, spec=None, dataset_id="0" * 32, device=torch.device("cpu")).precision == "fp32"
 
 
 def test_a_trace_of_some_steps_is_written(base: Path, tmp_path: Path) -> None:

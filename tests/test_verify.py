@@ -230,6 +230,10 @@ def test_quick_looks_at_sizes_full_at_hashes(
             copy.write_bytes(path.read_bytes())
     out = str(tmp_path)
     assert [run(monkeypatch, out, *level) for level in ([], ["--quick"], ["--semantic"])] == [0, 0, 0]
+    (tmp_path / "foreign").touch()  # found by the full check, which a semantic one includes
+    assert [run(monkeypatch, out, *level) for level in (["--quick"], ["--quick", "--semantic"])] == [0, 1]
+    (tmp_path / "foreign").unlink()
+    capsys.readouterr()
     shard = tmp_path / "shard-00000.arrow"
     data = bytearray(shard.read_bytes())
     data[len(data) // 2] ^= 1

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from tests.tiny import tiny_model
 from trainer.batches import make_batch
 from trainer.kernels import select
-from trainer.warmup import SEGMENTS, made_up_row, warm_up
+from trainer.plan import Plan, rank_share
+from trainer.warmup import SEGMENTS, made_up_row, row_counts, warm_up
 
 CPU = torch.device("cpu")
 
@@ -31,6 +32,28 @@ def test_warming_up_meets_every_number_of_documents_and_changes_nothing() -> Non
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
     assert torch.equal(torch.get_rng_state(), state)
+
+
+@given(
+    num_rows=st.integers(1, 40),
+    rows_per_step=st.integers(1, 9),
+    micro_rows=st.integers(1, 5),
+    world_size=st.integers(1, 3),
+    data=st.data(),
+)
+def test_every_micro_step_of_a_run_holds_a_number_of_rows_that_was_warmed_up(
+    num_rows: int, rows_per_step: int, micro_rows: int, world_size: int, data: st.DataObject
+) -> None:
+    plan = Plan.build(num_rows=num_rows, seed=0, rows_per_step=rows_per_step, epochs=1, steps=None)
+    begin = seen = data.draw(st.integers(0, num_rows))
+    rank = data.draw(st.integers(0, world_size - 1))
+    met: set[int] = set()
+    while len(rows := plan.rows(rows_seen=seen)):
+        share = rank_share(rows, rank=rank, world_size=world_size, micro_rows=micro_rows)
+        met |= {max(1, len(ids)) for ids in share}
+        seen += len(rows)
+    found = row_counts(plan, rows_seen=begin, rank=rank, world_size=world_size, micro_rows=micro_rows)
+    assert found == sorted(met, reverse=True)
 
 
 def test_no_made_up_document_is_longer_than_kernels_are_told() -> None:

@@ -42,7 +42,7 @@ class Sizes:
     many: tuple[int, ...]
     """Many short documents; padding follows where they leave room."""
     key_heads: int
-    """G of the delta rule."""
+    """G of the delta rule: several, and fewer than H, so that reading another group's keys shows."""
     value_heads: int
     """H of the delta rule."""
     linear_dim: int
@@ -56,7 +56,9 @@ class Sizes:
     hidden: int
     """D."""
     vocab: int
-    """V of the loss."""
+    """Token ids, and V of the model's loss."""
+    loss_vocab: int
+    """V of the loss examined alone: for a GPU, several blocks of its kernel and several parts of the row."""
 
 
 AROUND_BLOCKS = (1, 2, 3, 4, 31, 32, 33, 4099, 63, 64, 65, 127, 128, 129)
@@ -66,13 +68,14 @@ RELEASED = Sizes(
     odd=AROUND_BLOCKS,
     many=(32,) * 256,
     key_heads=16,
-    value_heads=16,
+    value_heads=48,
     linear_dim=128,
     heads=4,
     kv_heads=2,
     head_dim=256,
     hidden=256,
     vocab=512,
+    loss_vocab=100_000,
 )
 """For a GPU: the head dims of the released models."""
 
@@ -80,14 +83,15 @@ NARROW = Sizes(
     num_tokens=8192,
     odd=AROUND_BLOCKS,
     many=(32,) * 256,
-    key_heads=1,
-    value_heads=2,
+    key_heads=2,
+    value_heads=4,
     linear_dim=8,
     heads=2,
     kv_heads=1,
     head_dim=16,
     hidden=16,
     vocab=97,
+    loss_vocab=97,
 )
 """For a CPU: the same rows, everything else small."""
 
@@ -274,12 +278,12 @@ class Maker:
 
     def _loss(self, name: str, *, ignored: float) -> Case:
         sizes = self.sizes
-        labels = (self.uniform(sizes.num_tokens) * sizes.vocab).long().clamp_max(sizes.vocab - 1)
+        labels = (self.uniform(sizes.num_tokens) * sizes.loss_vocab).long().clamp_max(sizes.loss_vocab - 1)
         labels[self.uniform(sizes.num_tokens) < ignored] = IGNORE_INDEX
         num_targets = int((labels != IGNORE_INDEX).sum())
         inputs = {
             "hidden": self.normal(sizes.num_tokens, sizes.hidden),
-            "weight": self.normal(sizes.vocab, sizes.hidden, scale=1.5 * sizes.hidden**-0.5),
+            "weight": self.normal(sizes.loss_vocab, sizes.hidden, scale=1.5 * sizes.hidden**-0.5),
         }
         return Case(
             name=name,

@@ -2,7 +2,7 @@
 
     save(run_dir, step=12, model=model, optimizer=optimizer, cursor={...}, extra={...})
     state = load_latest(run_dir, model=model, optimizer=optimizer, say=print)
-    prune(run_dir, keep=2)
+    prune(run_dir, keep=2, last=12)
 
     RUN/checkpoints/step-00000012/
         model.safetensors       trained parameters: the optimizer's fp32 master where there is one, else as they are
@@ -200,11 +200,15 @@ def verify(path: Path) -> dict[str, Any]:
     return state
 
 
-def prune(run_dir: Path, *, keep: int) -> None:
-    """Remove all but the newest `keep` checkpoints (at least 1)."""
+def prune(run_dir: Path, *, keep: int, last: int | None = None) -> None:
+    """Remove all but the newest `keep` checkpoints (at least 1).
+
+    `last` is the step just saved: later ones are damaged, the run went on from an older one, so they do not count.
+    """
     if keep < 1:
         raise ValueError(f"--keep {keep}: the newest checkpoint is always kept; use 1 or more")
-    for path in steps(run_dir)[:-keep]:
+    counted = [path for path in steps(run_dir) if last is None or int(path.name.removeprefix("step-")) <= last]
+    for path in counted[:-keep]:
         # Renamed first: a kill while removing leaves no half a checkpoint under its name.
         doomed = path.with_name(f"{_LEFTOVER}{path.name}")
         shutil.rmtree(doomed, ignore_errors=True)

@@ -24,6 +24,10 @@ from trainer.reference import Boundaries
 LOSS_BYTES = 2**29
 """Logits alive at once in the loss: 512 MiB, some 1,000 tokens of 248,320 entries in bf16."""
 
+# Rows of a few lengths, each forward, computed again and in evaluation, are more than torch's 8: it would run the rest
+# uncompiled, saying so in its log alone.
+torch._dynamo.config.recompile_limit = 64
+
 # Norms and gates are bound by memory: the compiler fuses each with what stands around it, forward and backward.
 # Static shapes: a run has one row length, and dynamic ones cost speed.
 rms_norm = torch.compile(reference.rms_norm, dynamic=False)

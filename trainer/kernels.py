@@ -13,6 +13,7 @@ V value dim (in `loss`: vocabulary).
 
 import importlib.metadata
 import importlib.util
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
@@ -169,7 +170,15 @@ def _fused(
 
 
 def _version(package: str) -> str:
-    return importlib.metadata.version(DISTRIBUTIONS.get(package, package))
+    try:
+        return importlib.metadata.version(DISTRIBUTIONS.get(package, package))
+    except importlib.metadata.PackageNotFoundError:  # brought by another distribution: fla-core, pytorch-triton
+        return str(getattr(importlib.import_module(package), "__version__", "unknown"))
+
+
+def _needs_ampere(device: torch.device) -> str | None:
+    major, minor = torch.cuda.get_device_capability(device)
+    return None if major >= 8 else f"needs compute capability 8, this device has {major}.{minor}"
 
 
 def _needs_hopper(device: torch.device) -> str | None:
@@ -179,9 +188,10 @@ def _needs_hopper(device: torch.device) -> str | None:
 
 def _wrong_gradients(device: torch.device) -> str | None:
     """Triton from 3.4 to before 3.7.1 computes wrong delta-rule gradients on Hopper; fla refuses to run there."""
-    triton = tuple(int(part) for part in _version("triton").split(".")[:3])
-    affected = torch.cuda.get_device_capability(device)[0] == 9 and (3, 4) <= triton < (3, 7, 1)
-    return f"triton {_version('triton')} computes wrong gradients on Hopper, 3.7.1 does not" if affected else None
+    version = _version("triton")
+    numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:3])  # of 3.4.0+git1234, too
+    affected = torch.cuda.get_device_capability(device)[0] == 9 and (3, 4) <= numbers < (3, 7, 1)
+    return f"triton {version} computes wrong gradients on Hopper, 3.7.1 does not" if affected else None
 
 
 def _compiled(operation: str) -> tuple[Implementation, ...]:
@@ -200,7 +210,10 @@ TABLE: dict[str, tuple[Implementation, ...]] = {
         _fused("fla", "causal_conv_fla", package="fla"),
         _reference(reference.causal_conv),
     ),
-    "attention": (_fused("torch varlen_attn", "attention", package="torch"), _reference(reference.attention)),
+    "attention": (
+        _fused("torch varlen_attn", "attention", package="torch", obstacle=_needs_ampere),
+        _reference(reference.attention),
+    ),
     "rms_norm": _compiled("rms_norm"),
     "add_rms_norm": _compiled("add_rms_norm"),
     "norm_rotary": _compiled("norm_rotary"),

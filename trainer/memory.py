@@ -62,6 +62,8 @@ class Workload:
     """Inner width of the adapters."""
     recompute_layers: int = 0
     """Layers that keep their input alone."""
+    micro_steps: int = 1
+    """Micro-steps of one step in a process."""
     fused: bool = False
     """Whether fused kernels run, as on a GPU, or the torch references."""
     processes: int = 1
@@ -238,6 +240,8 @@ def estimate(workload: Workload) -> Estimate:
         Part(name="gradients", num_bytes=narrow * trained, why="as many" if trained == count else "of adapters"),
     ]
     if workload.precision == "bf16" and workload.optimizer == "adamw":
+        if workload.micro_steps > 1:
+            parts.append(Part(name="gradient sums", num_bytes=4 * trained, why="of several micro-steps, in fp32"))
         parts.append(Part(name="fp32 masters", num_bytes=4 * trained, why="what the optimizer updates, 4 bytes each"))
     width = narrow if workload.optimizer == "adamw_bf16" else 4
     parts.append(Part(name="Adam's moments", num_bytes=2 * width * trained, why=f"two of {width} bytes each"))

@@ -104,13 +104,18 @@ def resolve(settings: Settings, *, spec: str | None, dataset_id: str, device: to
     """The settings with every default filled in, equal on all ranks.
 
     Raises:
-        ValueError: for an optimizer that the precision has no use for.
+        ValueError: for an optimizer that the precision has no use for, or fp32 on a GPU.
     """
     today = [datetime.date.today()]
     if dist.is_initialized():
         dist.broadcast_object_list(today)
     out = settings.out or record.default_folder(model=spec or "sample", dataset_id=dataset_id, today=today[0])
     precision = settings.precision or ("bf16" if device.type == "cuda" else "fp32")
+    if precision == "fp32" and device.type == "cuda":
+        raise ValueError(
+            "--precision fp32: a GPU's kernels compute in bf16; leave it out, or hide the GPU (CUDA_VISIBLE_DEVICES=) "
+            "to train in fp32 on the CPU"
+        )
     if settings.optimizer == "adamw_bf16" and precision != "bf16":
         raise ValueError("--optimizer adamw_bf16 rounds bf16 weights; with fp32 ones use adamw, or --precision bf16")
     return dataclasses.replace(settings, model=spec, out=out, precision=precision)

@@ -6,11 +6,12 @@ Guarantees: the loss is the sum over the target tokens of the whole step, over a
 by their number, so (1 x 8), (8 x 1) and (2 ranks x 4) rows have one gradient; a micro-batch, rank or step without
 a target is safe; a loss or gradient that is not finite stops the run before the weights are touched.
 Costs: one all-reduce of a count before, one of the gradients after; the device is waited for once a step. Gradients
-are as narrow as the parameters: with bf16 ones, micro-steps are added up in bf16.
+are as narrow as the parameters; where there are several micro-steps they are added up in fp32, 4 bytes a parameter, and
+rounded once.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainer.batches import Batch, StepBatches
+from trainer.optimizer import StochasticAdamW
 from trainer.world import all_sum, world_size
 
 Schedule = Literal["cosine", "linear", "constant"]
@@ -107,7 +109,8 @@ def train_step(
     if num_targets == 0:
         return StepResult(**counts, loss=None, grad_norm=None)
 
-    loss = compute_gradients(model, micro, num_targets=num_targets, device=device)
+    saves_memory = isinstance(optimizer, StochasticAdamW)  # it is chosen for want of bytes a parameter
+    loss = compute_gradients(model, micro, num_targets=num_targets, device=device, wide_sums=not saves_memory)
     grad_norm = _clip(model, clip)
     loss_value, norm_value = torch.stack([loss.float(), grad_norm.float()]).tolist()  # the one wait for the device
     if not (math.isfinite(loss_value) and math.isfinite(norm_value)):
@@ -120,7 +123,9 @@ def train_step(
     return StepResult(**counts, loss=loss_value, grad_norm=norm_value)
 
 
-def compute_gradients(model: nn.Module, micro: Iterable[Batch], *, num_targets: int, device: torch.device) -> Tensor:
+def compute_gradients(
+    model: nn.Module, micro: Sequence[Batch], *, num_targets: int, device: torch.device, wide_sums: bool = True
+) -> Tensor:
     """Leave in ``grad`` the gradient of the whole step, the same on all ranks.
 
     Args:
@@ -128,15 +133,23 @@ def compute_gradients(model: nn.Module, micro: Iterable[Batch], *, num_targets: 
         micro: this rank's micro-batches.
         num_targets: of the whole step, more than 0.
         device: where the model is.
+        wide_sums: add up narrow gradients of several micro-steps in fp32. In bf16, 64 of them would be off by five
+            roundings of one gradient.
 
     Returns:
         The loss of the whole step, a detached scalar.
     """
     total = torch.zeros((), dtype=torch.float64, device=device)
+    sums: dict[nn.Parameter, Tensor] = {}
     for batch in micro:  # one without targets runs too: with sharded weights the other ranks wait for it
         loss = model(batch.to(device, non_blocking=True)) / num_targets
         loss.backward()
         total += loss.detach()
+        if wide_sums and len(micro) > 1:
+            _add_up(model, sums)
+    while sums:  # one at a time, so that wide and narrow ones never all exist
+        parameter, gradient = sums.popitem()
+        parameter.grad = gradient.to(parameter.dtype)
     if world_size() > 1:
         _reduce_gradients(model)
         dist.all_reduce(total)
@@ -159,6 +172,19 @@ def evaluate(model: nn.Module, source: Iterable[StepBatches], *, device: torch.d
         dist.all_reduce(total)
     (num_targets,) = all_sum([num_targets], device=device)
     return float(total) / num_targets if num_targets else None
+
+
+@torch.no_grad()
+def _add_up(model: nn.Module, sums: dict[nn.Parameter, Tensor]) -> None:
+    """Move the narrow gradients of one micro-step into fp32 sums."""
+    for parameter in model.parameters():
+        if parameter.grad is None or parameter.dtype.itemsize >= 4:
+            continue
+        if parameter in sums:
+            sums[parameter].add_(parameter.grad)
+        else:
+            sums[parameter] = parameter.grad.float()
+        parameter.grad = None
 
 
 def _reduce_gradients(model: nn.Module) -> None:

@@ -34,7 +34,7 @@ from trainer.plan import Cursor, Plan
 from trainer.settings import Settings, check_settings, recompute_layers, resolve
 from trainer.step import Precision, evaluate, learning_rate, train_step
 from trainer.timeline import tracer
-from trainer.warmup import warm_up
+from trainer.warmup import row_counts, warm_up
 from trainer.world import World, barrier, join_world, say
 
 SAMPLE_TOKENIZER_SHA256 = "ea5234817e8cd4d3f69f5198f378d6abc2fe319597459b014c0168a0a5467d22"
@@ -101,6 +101,7 @@ def prepare(settings: Settings, world: World) -> Inputs:
             optimizer=settings.optimizer,
             lora_rank=settings.lora_rank,
             recompute_layers=num_recomputed,
+            micro_steps=-(-settings.rows_per_step // (settings.micro_rows * world.size)),
             fused=world.device.type == "cuda",
             processes=1 if world.device.type == "cuda" else world.local_size,
         ),
@@ -137,7 +138,7 @@ def train(inputs: Inputs) -> None:
         total_steps = step + inputs.plan.steps_left(rows_seen=cursor.rows_seen)
         if step == total_steps and settings.resume:
             say(world, f"nothing is left to train: all {total_steps} steps are done")
-        compile_kernels(inputs, model)
+        compile_kernels(inputs, model, rows_seen=cursor.rows_seen)
         path = inputs.out / "metrics.jsonl" if world.rank == 0 else None
         with Metrics(path, step=step, total_steps=total_steps, work=work(inputs)) as metrics:
             loop(inputs, model, optimizer, cursor, metrics, step=step, total_steps=total_steps)
@@ -218,18 +219,19 @@ def start(inputs: Inputs, model: Qwen3_5ForCausalLM, optimizer: torch.optim.Opti
     return 0, Cursor(dataset_id=dataset_id, seed=settings.seed)
 
 
-def compile_kernels(inputs: Inputs, model: Qwen3_5ForCausalLM) -> None:
+def compile_kernels(inputs: Inputs, model: Qwen3_5ForCausalLM, *, rows_seen: int) -> None:
     """Compile what a GPU's kernels need for rows of this length, before the first step."""
-    if inputs.world.device.type != "cuda":
+    world, manifest = inputs.world, inputs.dataset.manifest
+    if world.device.type != "cuda":
         return
-    begun, manifest = time.perf_counter(), inputs.dataset.manifest
-    warm_up(
-        model,
-        num_tokens=manifest.max_tokens,
-        micro_rows=min(inputs.settings.micro_rows, inputs.settings.rows_per_step),
-        max_seqlen=manifest.limits["max_segment_tokens"],
-        device=inputs.world.device,
-    )
+    begun, micro_rows = time.perf_counter(), inputs.settings.micro_rows
+    for count in row_counts(
+        inputs.plan, rows_seen=rows_seen, rank=world.rank, world_size=world.size, micro_rows=micro_rows
+    ):
+        warm_up(
+            model, num_tokens=manifest.max_tokens, micro_rows=count, max_seqlen=manifest.limits["max_segment_tokens"],
+            device=world.device,
+        )  # fmt: skip
     say(
         inputs.world,
         f"kernels are compiled for rows of {manifest.max_tokens} tokens: {duration(time.perf_counter() - begun)}",
@@ -339,7 +341,7 @@ def save(
     if inputs.world.rank == 0:
         metrics.sync()
         checkpoint.save(inputs.out, step=step, model=model, optimizer=optimizer, cursor=cursor.state())
-        checkpoint.prune(inputs.out, keep=inputs.settings.keep)
+        checkpoint.prune(inputs.out, keep=inputs.settings.keep, last=step)
     barrier()
 
 

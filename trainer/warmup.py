@@ -1,8 +1,9 @@
 """Compile every kernel of a run before its first step, so that none of its rows waits for a compiler.
 
-Kernels are compiled for shapes, which a run has few of: rows of one length. But some choose among variants by the
-number of documents in a row, a few, some or many, and each variant takes its compiler half a minute. So made-up rows of
-every kind pass through the model, forward and backward, as those of training and of evaluation do.
+Kernels are compiled for shapes, which a run has few of: rows of one length, a few numbers of them at a time. But some
+choose among variants by the number of documents in a row, a few, some or many, and each variant takes its compiler half
+a minute. So made-up rows of every kind pass through the model, forward and backward, as those of training and of
+evaluation do.
 
 Costs: minutes on a machine that compiles for the first time, else a few seconds.
 """
@@ -13,10 +14,24 @@ import torch
 from pipeline.shards import Row
 from trainer.batches import make_batch
 from trainer.model import Qwen3_5ForCausalLM
+from trainer.plan import Plan, rank_share
 
 SEGMENTS = (1, 2, 4, 6, 16)
 """Documents in a made-up row. FlashQLA's forward kernel has three variants, for segments x heads up to half a GPU's
 132 processors, up to all of them, and beyond: with 16 to 48 heads these numbers meet each."""
+
+
+def row_counts(plan: Plan, *, rows_seen: int, rank: int, world_size: int, micro_rows: int) -> list[int]:
+    """Numbers of rows in one of this rank's micro-steps, of full steps and of the smaller last one; the most first.
+
+    Worked example, 11 rows in steps of 8, micro_rows 3, one rank: [3 3 2] [3], so 3 2.
+    """
+    left = max(0, plan.total_rows - rows_seen)
+    steps = {min(plan.rows_per_step, left), left % plan.rows_per_step} - {0}
+    shares = (
+        rank_share(np.arange(count), rank=rank, world_size=world_size, micro_rows=micro_rows) for count in steps
+    )  # fmt: skip
+    return sorted({max(1, len(rows)) for share in shares for rows in share}, reverse=True)  # none: a row of padding
 
 
 def made_up_row(*, num_tokens: int, num_segments: int) -> Row:

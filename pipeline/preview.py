@@ -142,9 +142,7 @@ def _estimate(
             "encode": seconds * num_left / min(workers, len(blocks)),
             "plan": 5e-6 * num_chats,
         },
-        how="exact, from every chat"
-        if whole
-        else f"estimated from {num_read:,} of the chats, give or take {spread:.1%}",
+        how="exact, from every chat" if whole else f"{sampled} {spread:.1%}",
     )
 
 

@@ -213,7 +213,13 @@ def test_padded_batches_that_do_not_fit_are_halved_once(
 
 
 def measured(layers: int, seconds: list[float], *, optimizer: float = 0.0, ops: int | None = None) -> dict[str, Any]:
-    step = {"tokens": 900, "slots": 1000, "sum_squared_lengths": 5000, "slots_sum_squared_lengths": 6000}
+    step = {
+        "tokens": 900,
+        "slots": 1000,
+        "targets": 600,
+        "sum_squared_lengths": 5000,
+        "slots_sum_squared_lengths": 6000,
+    }
     steps = [{**step, "seconds": s, "optimizer_seconds": optimizer} for s in seconds]
     found: dict[str, Any] = {"layers": layers, "peak_gib": 10.0 * layers, "steps": steps}
     return found if ops is None else found | {"profile": {"num_gpu_ops": ops, "num_cpu_calls": 2 * ops, "num_waits": 1}}

@@ -195,6 +195,15 @@ def test_recomputed_layers_add_their_forward_pass() -> None:
     assert full < half < everything
 
 
+@pytest.mark.parametrize(("method", "factor"), [("full", 6), ("lora", 4)])
+def test_the_head_is_computed_at_targets_alone(method: Any, factor: int) -> None:
+    config = tiny_config()
+    arguments: dict[str, Any] = {"num_tokens": 100, "sum_squared_lengths": 5000, "recompute_layers": 0}
+    every = hardware_flops(config, method=method, **arguments)
+    some = hardware_flops(config, method=method, tokens_without_head=30, **arguments)
+    assert every - some == 30 * factor * config.hidden_size * config.vocab_size
+
+
 def work(**changes: Any) -> Work:
     fields: dict[str, Any] = {
         "config": tiny_config(), "method": "full", "lora_rank": 16, "recompute_layers": 2,

@@ -224,7 +224,7 @@ def test_the_librarys_optimizer_takes_rates_as_numbers_and_resumes_bit_by_bit() 
 def test_without_the_library_the_error_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torchao", None)
     monkeypatch.setitem(sys.modules, "torchao.optim", None)
-    with pytest.raises(ValueError, match=r"torchao.*pip install torchao"):
+    with pytest.raises(ValueError, match=r"torchao.*pip install '\.\[lowbit\]'"):
         make_optimizer(toy(torch.bfloat16), lr=0.1, weight_decay=0.0, kind="adamw_bf16")
 
 

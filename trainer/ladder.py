@@ -110,6 +110,7 @@ def _utilisation(name: str, result: dict[str, Any], config: ModelConfig, seconds
         sum_squared_lengths=round(_mean(steps, "slots_sum_squared_lengths")),
         method=rung.method,
         recompute_layers=min(result.get("recompute", 0), config.num_hidden_layers),
+        tokens_without_head=round(_mean(steps, "slots") - _mean(steps, "targets")) if rung.ours else 0,
     )
     unit = f"of {metrics.PEAK / 1e12:.0f} TFLOP/s, {how}"
     return {
@@ -166,6 +167,11 @@ def table(record: dict[str, Any]) -> str:
     return "\n".join([*lines, "", record["notes"]])
 
 
+def _recomputed(rungs: dict[str, dict[str, Any]]) -> str:
+    found = ", ".join(f"{name} {r['recompute']}" for name, r in rungs.items() if r.get("recompute"))
+    return f"Layers computed again in the backward pass: {found}." if found else ""
+
+
 def notes(config: ModelConfig, rungs: dict[str, dict[str, Any]], extra: str) -> str:
     """What a reader has to know of the figures."""
     layers = sorted({run["layers"] for result in rungs.values() for run in result.get("runs", [])})
@@ -174,6 +180,11 @@ def notes(config: ModelConfig, rungs: dict[str, dict[str, Any]], extra: str) -> 
         f"Random weights at the width of {config.hidden_size}; measured at {' and '.join(map(str, layers))} layers and "
         f"extrapolated along a straight line to {config.num_hidden_layers} where that was not measured itself "
         "(GPU operations of rungs on torch's fallbacks: in proportion from the fewest layers).",
+        _recomputed(rungs),
+        "fused_packed_stock: transformers has no variable-length attention without another package, so its attention "
+        "runs over a dense mask of the whole row."
+        if "fused_packed_stock" in rungs
+        else "",
         "Peak memory is that of the most layers measured on one GPU, not of the whole model.",
         "One GPU, one packed row or one padded batch a step, one update a step; "
         f"full rungs count 1/{NUM_GPUS} of the update's time (sharded over {NUM_GPUS} GPUs), LoRA all of it.",

@@ -62,7 +62,8 @@ class Work:
             method=self.method, lora_rank=self.lora_rank,
         )  # fmt: skip
         able = elapsed * self.peak
-        mfu, hfu = flops.model / able, flops.hardware(self.recompute_layers) / able
+        done = flops.hardware(self.recompute_layers, tokens_without_head=result.num_tokens - result.num_targets)
+        mfu, hfu = flops.model / able, done / able
         return {"mfu": round(mfu, 4), "hfu": round(hfu, 4), **found}
 
 
@@ -234,10 +235,12 @@ class _Flops:
     """Forward and backward pass, nothing twice."""
     forward: tuple[float, ...]
     """Forward pass of each layer."""
+    head: float
+    """Of ``model``, the head's part for one token."""
 
-    def hardware(self, recompute_layers: int) -> float:
-        """With the first layers' forward passes again."""
-        return self.model + sum(self.forward[:recompute_layers])
+    def hardware(self, recompute_layers: int, *, tokens_without_head: int) -> float:
+        """With the first layers' forward passes again, and the head's at targets alone."""
+        return self.model + sum(self.forward[:recompute_layers]) - tokens_without_head * self.head
 
 
 def model_flops(
@@ -276,15 +279,17 @@ def hardware_flops(
     method: Method,
     recompute_layers: int,
     lora_rank: int = 16,
+    tokens_without_head: int = 0,
 ) -> float:
     """``model_flops`` and the forward pass of the layers that are computed again (Korthikanti et al. 2022).
 
-    What a kernel computes again inside its backward pass is not counted.
+    Less the head at ``tokens_without_head``: this trainer's loss computes logits of targets alone. What a kernel
+    computes again inside its backward pass is not counted.
     """
     found = _flops(
         config, num_tokens=num_tokens, sum_squared_lengths=sum_squared_lengths, method=method, lora_rank=lora_rank
     )
-    return found.hardware(recompute_layers)
+    return found.hardware(recompute_layers, tokens_without_head=tokens_without_head)
 
 
 def _flops(config: ModelConfig, *, num_tokens: int, sum_squared_lengths: int, method: Method, lora_rank: int) -> _Flops:
@@ -302,4 +307,6 @@ def _flops(config: ModelConfig, *, num_tokens: int, sum_squared_lengths: int, me
             mixing = 6 * num_tokens * config.linear_num_value_heads * state
         forward.append(float(weights + adapters + mixing))
         model += weights * per_weight / 2 + 3 * (adapters + mixing)
-    return _Flops(model=model, forward=tuple(forward))
+    return _Flops(
+        model=model, forward=tuple(forward), head=float(per_weight * config.hidden_size * config.vocab_size)
+    )  # fmt: skip

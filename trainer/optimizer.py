@@ -151,8 +151,8 @@ class StochasticAdamW(torch.optim.Optimizer):
             module = importlib.import_module("torchao.optim")
         except ImportError as error:
             raise ValueError(
-                f"--optimizer adamw_bf16 is torchao's, which cannot be imported ({error}): pip install torchao, or "
-                "use --optimizer adamw"
+                f"--optimizer adamw_bf16 is torchao's, which cannot be imported ({error}): "
+                "pip install '.[lowbit]', or use --optimizer adamw"
             ) from error
         self._inner: Any = module._AdamW(
             [dict(group) for group in groups], lr=lr, betas=BETAS, eps=EPSILON, bf16_stochastic_round=True

@@ -226,7 +226,7 @@ def main() -> int:
     seconds: Counter[str] = Counter()
     valid_manifest(), encoders(), good_files()
     number = options.seed
-    while sum(seconds.values()) < 60 * options.minutes:
+    while sum(seconds.values()) < 60 * options.minutes or len(seconds) < len(options.only):  # every kind once at least
         kind = min(options.only, key=lambda k: seconds[k])
         before = os.times()
         found = watched(kind, number, options.batch, options.keep)

@@ -460,5 +460,6 @@ def test_loading_holds_one_tensor_and_exporting_one_file_beside_the_model(tmp_pa
     print(f"model {size:.0f} MiB, largest tensor {largest:.0f}, loading +{loading:.0f}, exporting +{exporting:.0f}")
     assert size > 100
     # In bf16 the checkpoint is half as large as the fp32 model, and each tensor half as large as the parameter.
-    assert loading < largest / 2 + 12
-    assert exporting < 16 + largest / 2 + 12 < size / 2 - 12
+    # Beside these the allocator keeps what it likes, up to some 15 MiB seen; a whole copy would be 81.
+    assert loading < largest / 2 + 24
+    assert exporting < 16 + largest / 2 + 24 < size / 2 - 12

@@ -2,8 +2,8 @@
 #
 #   docker build --tag qwen-packed .
 #   docker run --rm --gpus all --ipc host --entrypoint python qwen-packed -m trainer.doctor
-#   docker run --rm --gpus all --ipc host --user "$(id -u)" --env HOME=/tmp -v "$PWD/data:/work/data" \
-#       -v "$PWD/runs:/work/runs" qwen-packed --shards data/packed --eval-shards data/packed-eval --model random:0.8B
+#   docker run --rm --gpus all --ipc host --user "$(id -u)" --env HOME=/tmp -v "$PWD/data:/app/data" \
+#       -v "$PWD/runs:/app/runs" qwen-packed --shards data/packed --eval-shards data/packed-eval --model random:0.8B
 #
 # Versions of packages are pyproject.toml's; CUDA is the release that its torch is built with. Nothing is downloaded at
 # run time but what --model and --source name; Triton and TileLang compile their kernels there, so gcc and nvcc stay in.
@@ -57,10 +57,10 @@ RUN release="$(cut -d. -f1-2 --output-delimiter=- <<< "${CUDA}")" \
     && rm -rf /var/lib/apt/lists/* \
     && /usr/local/cuda/bin/nvcc --version \
     && useradd --create-home --uid 10001 trainer \
-    && mkdir --parents /work/runs \
-    && chown --recursive 10001:10001 /work
+    && mkdir --parents /app/runs \
+    && chown --recursive 10001:10001 /app
 COPY --from=build /opt/venv /opt/venv
-WORKDIR /work
+WORKDIR /app
 COPY --chown=10001:10001 data/sample data/sample
 ENV PATH=/opt/venv/bin:$PATH \
     CUDA_HOME=/usr/local/cuda \

@@ -4,6 +4,7 @@ python -m tests.faults --only flips cache
 """
 
 import contextlib
+import functools
 import io
 import shutil
 from collections.abc import Callable, Iterator
@@ -56,7 +57,7 @@ def damage_dataset(scene: Scene, *, seed: int, num_flips: int) -> Count:
     out = settings.out
     files = sorted(p for p in out.rglob("*") if p.is_file())
     shards = [p for p in files if p.suffix == ".arrow"]
-    found = lambda kind, file: _found(count, out, kind, file)  # noqa: E731
+    found = functools.partial(_found, count, out)
     _flips(files, rng, num_flips, found)
     for file in files:
         whole = file.read_bytes()

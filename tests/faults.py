@@ -11,6 +11,7 @@ Disk full needs the right to mount a tmpfs.
 import argparse
 import contextlib
 import errno
+import functools
 import os
 import shutil
 import signal
@@ -199,7 +200,7 @@ def steps(scene: Scene, right: dict[str, Any], *, seed: int, every: int = 1, wor
         while True:
             settings = scene.settings(f"step{num_workers}-{n}", workers=num_workers)
             log = settings.out.parent / "log"
-            status = forked(scene, settings, lambda n=n: kill_at(n), log, name=f"kill_at {n}")  # type: ignore[misc]
+            status = forked(scene, settings, functools.partial(kill_at, n), log, name=f"kill_at {n}")
             if status == 0:
                 break
             count.check(f"step {n}", holds=status == -signal.SIGKILL, status=status, says=log.read_text()[-500:])
@@ -267,7 +268,7 @@ def disk(
         while True:
             with mounted(mount, 2**25):
                 settings = scene.settings("mnt")
-                hook = lambda n=n, room=room: fill_at(n, mount, room)  # type: ignore[misc]  # noqa: E731
+                hook = functools.partial(fill_at, n, mount, room)
                 status = forked(scene, settings, hook, scene.root / "log")
                 if not (mount / "filler").exists():
                     break

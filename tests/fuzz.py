@@ -43,7 +43,7 @@ SECONDS = 20
 # ------------------------------------------------------------------------------------------ what is right
 
 
-class Wrong(Exception):  # noqa: N818
+class WrongError(Exception):
     """What a reader did that it must not do."""
 
 
@@ -55,7 +55,7 @@ def encoders() -> tuple[Encoder, Encoder]:
 
 
 def check_source(data: bytes, suffix: str, folder: Path) -> str:
-    """Read and encode a source of these bytes. Returns what became of it. Raises Wrong, or what the reader raises."""
+    """Read and encode a source of these bytes. What became of it; raises WrongError, or what the reader raises."""
     path = folder / f"train.{suffix}"
     path.write_bytes(data)
     names: dict[str, Any] = {"messages_column": "messages", "tools_column": None}
@@ -72,12 +72,12 @@ def check_source(data: bytes, suffix: str, folder: Path) -> str:
             num_documents = open_block(folder, record).num_rows
             rejected = {r.doc_id for r in record.rejects if r.what == "rejected"}
             if block.num_rows != num_documents + len(rejected):
-                raise Wrong(f"{block.num_rows} chats, {num_documents} documents, {len(rejected)} rejected")
+                raise WrongError(f"{block.num_rows} chats, {num_documents} documents, {len(rejected)} rejected")
             if any(r.what == "rejected" and r.reason not in REJECT_REASONS for r in record.rejects):
-                raise Wrong(f"a reason that is not in the list: {record.rejects}")
+                raise WrongError(f"a reason that is not in the list: {record.rejects}")
     except (ValueError, OSError) as error:
         if str(path) not in str(error):
-            raise Wrong(f"an error that does not name the file: {error!r}") from error
+            raise WrongError(f"an error that does not name the file: {error!r}") from error
         return "clear error"
     return "read"
 
@@ -109,7 +109,7 @@ def check_manifest(data: bytes) -> str:
             use(PackedDataset.open(dataset))
         except (ValueError, OSError, IndexError) as error:
             if str(dataset) not in str(error) and not isinstance(error, IndexError):
-                raise Wrong(f"an error that does not name the file: {error!r}") from error
+                raise WrongError(f"an error that does not name the file: {error!r}") from error
             refused += 1
     return "read" if not refused else "refused at once" if refused == len(uses) else "refused later"
 
@@ -149,7 +149,7 @@ class Findings:
         except Exception as error:
             frames = [f for f in traceback.extract_tb(error.__traceback__) if "/pipeline/" in f.filename]
             where = f"{Path(frames[-1].filename).name}:{frames[-1].name}" if frames else "?"
-            key = f"{type(error).__name__} at {where}: {str(error)[:80] if isinstance(error, Wrong) else ''}"
+            key = f"{type(error).__name__} at {where}: {str(error)[:80] if isinstance(error, WrongError) else ''}"
             self.counts["WRONG"] += 1
             self.faults.setdefault(key[:100], (traceback.format_exc()[-1500:], data))
         finally:

@@ -38,7 +38,7 @@ from trainer.sizes import resolve_config
 from trainer.step import Precision
 
 PACKAGES = (
-    "torch", "triton", "transformers", "flash-linear-attention", "causal-conv1d", "flash-qla", "liger-kernel",
+    "torch", "triton", "transformers", "flash-linear-attention", "causal-conv1d", "flash-qla",
     "torchao", "numpy",
 )  # fmt: skip
 """Their versions go into a record."""

@@ -68,6 +68,26 @@ def test_padded_batches_hold_what_fits_in_the_order_given() -> None:
     assert (first.num_tokens, first.num_targets, first.sum_squared_lengths) == (90, 45, 1600 + 2500)
 
 
+def test_batches_of_so_many_documents_leave_none_out() -> None:
+    found = stock.batches_of([document(n) for n in (40, 50, 30, 90, 120)], size=2, pad_id=0)
+    assert [tuple(b.input_ids.shape) for b in found] == [(2, 50), (2, 90), (1, 120)]
+    assert [b.num_tokens for b in found] == [90, 120, 120]
+
+
+def test_gradient_checkpointing_changes_no_gradient_of_the_stock_model() -> None:
+    (batch,) = stock.batches_of([document(n) for n in (9, 30)], size=2, pad_id=0)
+    gradients = []
+    for recompute in (False, True):
+        model = stock.build_stock(tiny_config(), device=CPU, dtype=torch.float32, seed=0, recompute=recompute)
+        calls: list[str] = []
+        mlp = model.get_submodule("model.layers.0.mlp")
+        mlp.register_forward_pre_hook(lambda *_, seen=calls: seen.append("mlp"))
+        stock.padded_loss(model, batch, num_targets=batch.num_targets).backward()  # type: ignore[no-untyped-call]
+        assert len(calls) == 1 + recompute
+        gradients.append([p.grad for p in model.parameters()])
+    assert all(torch.equal(one, two) for one, two in zip(*gradients, strict=True))
+
+
 def test_hidden_packages_cannot_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     monkeypatch.delitem(sys.modules, "transformers.models.qwen3_5.modeling_qwen3_5", raising=False)
@@ -135,8 +155,8 @@ def test_packed_rows_in_the_stock_model_have_our_loss(shards: Path, monkeypatch:
 
 def job(shards: Path, model: str, rung: str, **changes: Any) -> rungs.Job:
     fields: dict[str, Any] = {
-        "rung": rung, "shards": shards, "model": model, "layers": (4,), "steps": 2, "padded_tokens": 0, "recompute": 2,
-        "device": "cpu", "precision": "fp32", "profile": False, "traces": None,
+        "rung": rung, "shards": shards, "model": model, "layers": (4,), "steps": 2, "padded_documents": 8,
+        "recompute": 2, "device": "cpu", "precision": "fp32", "profile": False, "traces": None,
     }  # fmt: skip
     return rungs.Job(**(fields | changes))
 
@@ -195,17 +215,17 @@ def test_padded_batches_that_do_not_fit_are_halved_once(
     tried: list[tuple[int, int]] = []
 
     def measure(given: rungs.Job, config: Any, device: torch.device, *, first: bool) -> dict[str, Any]:
-        tried.append((given.padded_tokens, config.num_hidden_layers))
-        if tried[-1] == (64, 8):
+        tried.append((given.padded_documents, config.num_hidden_layers))
+        if tried[-1] == (8, 8):
             raise torch.OutOfMemoryError("out")
         return {"layers": config.num_hidden_layers}
 
     monkeypatch.setattr(rungs, "measure", measure)
     written: list[dict[str, Any]] = []
     rungs.run(job(shards, tiny, "stock_padded", layers=(4, 8)), written.append)
-    assert tried == [(64, 4), (64, 8), (32, 4), (32, 8)]
+    assert tried == [(8, 4), (8, 8), (4, 4), (4, 8)]
     assert written[-1] == {
-        "status": "ok", "recompute": 0, "padded_tokens": 32, "runs": [{"layers": 4}, {"layers": 8}],
+        "status": "ok", "recompute": 12, "padded_documents": 4, "runs": [{"layers": 4}, {"layers": 8}],
     }  # fmt: skip
 
 
@@ -222,6 +242,7 @@ def measured(layers: int, seconds: list[float], *, optimizer: float = 0.0, ops: 
     }
     steps = [{**step, "seconds": s, "optimizer_seconds": optimizer} for s in seconds]
     found: dict[str, Any] = {"layers": layers, "peak_gib": 10.0 * layers, "steps": steps}
+    found |= {"held_gib": 1.5 * layers, "state_gib": 8.0 * layers}
     return found if ops is None else found | {"profile": {"num_gpu_ops": ops, "num_cpu_calls": 2 * ops, "num_waits": 1}}
 
 
@@ -257,6 +278,7 @@ def test_full_rungs_are_extrapolated_along_a_line_with_an_eighth_of_the_update()
     assert value(found, "full_bf16_mfu") == pytest.approx(0.9 / (compute + update / 8), abs=1e-4)
     assert value(found, "full_bf16_hardware_mfu") == pytest.approx(1.0 / (compute + update / 8), abs=1e-4)
     assert value(found, "full_bf16_gpu_ops") == 400 + 15 * 300
+    assert value(found, "full_bf16_gib_of_8_gpus") == 64 * (1.5 + 8 / 8)
     assert found["full_bf16_peak_gib"] == {"value": 80.0, "unit": "GiB at 8 layers"}
     assert "64 layers, extrapolated from 4 and 8" in found["full_bf16_tokens_per_s"]["unit"]
 
@@ -309,7 +331,7 @@ def test_the_record_holds_each_rung_as_it_finishes_and_failures_with_their_reaso
     ]  # fmt: skip
     processes["stock_padded"] = {
         "status": "ok",
-        "padded_tokens": 4096,
+        "padded_documents": 4,
         "runs": [measured(4, [0.4]), measured(8, [0.8])],
     }
     processes["full_bf16"] = {"status": "timeout", "detail": "stopped after 9 s", "runs": [measured(4, [0.1])]}
@@ -324,7 +346,7 @@ def test_the_record_holds_each_rung_as_it_finishes_and_failures_with_their_reaso
     assert found["rungs"]["full_bf16"]["detail"] == "stopped after 9 s"
     assert "full_bf16_tokens_per_s" not in found["figures"]
     assert found["notes"].endswith("a test")
-    assert "padding included: stock_padded 4,096." in found["notes"]
+    assert "Documents of a padded batch: stock_padded 4." in found["notes"]
 
     processes["full_bf16"] = {"status": "ok", "runs": [measured(4, [0.1]), measured(8, [0.2])]}
     assert bench.main([*command, "--rungs", "full_bf16"]) == 0

@@ -80,8 +80,8 @@ class Ladder(Common):
     """Measured steps of a rung on fused kernels."""
     slow_steps: int = 2
     """Measured steps of a rung on torch's fallbacks."""
-    padded_tokens: int = 0
-    """Most tokens of a padded batch; 0 for the dataset's row length."""
+    padded_documents: int = 8
+    """Documents of a padded batch, as many as transformers and TRL take by default; half of them where memory ends."""
     rung_timeout: float = 240.0
     """Seconds that one rung may take, imports and compilation included."""
     profile: bool = True
@@ -161,7 +161,7 @@ def run_ladder(settings: Ladder, command: str) -> int:
         job = Job(
             rung=name, shards=settings.shards, model=settings.model, layers=layers,
             steps=settings.steps if rung.fused else settings.slow_steps,
-            padded_tokens=settings.padded_tokens, recompute=settings.lora_recompute, device=settings.device,
+            padded_documents=settings.padded_documents, recompute=settings.lora_recompute, device=settings.device,
             precision=settings.precision, profile=settings.profile, traces=settings.traces,
         )  # fmt: skip
         result = in_a_process("trainer.rungs", asdict(job), timeout=settings.rung_timeout)

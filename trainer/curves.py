@@ -160,14 +160,15 @@ def _ours(job: Job, precision: Precision) -> Step:
     model.load_state_dict(source.state_dict())
     optimizer = make_optimizer(model, lr=job.lr, weight_decay=0.0)
     dataset = PackedDataset.open(job.shards)
-    limit = int(dataset.manifest.limits["max_segment_tokens"])
     reader = Reader(dataset=dataset)
     plan = _plan(job, dataset)
 
     def step(number: int, lr: float) -> float:
         rows = plan.rows(rows_seen=(number - 1) * job.rows_per_step)
         if job.variant == "ours_unpacked":
-            alone = [make_batch([alone_in_a_row(d)], max_seqlen=limit) for d in stock.documents(dataset, rows)]
+            found = stock.documents(dataset, rows)
+            longest = dataset.manifest.max_tokens  # a tail may be longer than any document
+            alone = [make_batch([alone_in_a_row(d, like=dataset[0])], max_seqlen=longest) for d in found]
             batches = StepBatches(rows=tuple(map(int, rows)), doc_ids=(), micro=tuple(alone))
         else:
             batches = reader.read(rows)
@@ -183,14 +184,15 @@ def _plan(job: Job, dataset: PackedDataset) -> Plan:
     )  # fmt: skip
 
 
-def alone_in_a_row(document: Document) -> Row:
-    """A row that holds this document and nothing else."""
-    length = len(document.input_ids)
+def alone_in_a_row(document: Document, *, like: Row) -> Row:
+    """A row that holds this document and padding, as long as the others: kernels compile for one length."""
+    length, total = len(document.input_ids), len(like.input_ids)
+    tail = total - length
     return Row(
-        input_ids=document.input_ids,
-        position_ids=np.arange(length, dtype=np.int32),
-        loss_mask=document.loss_mask,
-        boundaries=np.array([0, length], np.int32),
+        input_ids=np.pad(document.input_ids, (0, tail)),
+        position_ids=np.concatenate([np.arange(length), np.arange(tail)]).astype(np.int32),
+        loss_mask=np.pad(document.loss_mask, (0, tail)),
+        boundaries=np.array([0, length, total] if tail else [0, total], np.int32),
         doc_ids=np.array([document.doc_id]),
         pieces=np.zeros(1, np.int32),
     )

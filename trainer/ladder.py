@@ -59,6 +59,9 @@ def figures(name: str, result: dict[str, Any], config: ModelConfig) -> Figures:
             "value": round(tokens / _mean(largest["steps"], "slots"), 4), "unit": "of all tokens, padding included",
         },
     }  # fmt: skip
+    if rung.method == "full" and "held_gib" in largest:
+        gib = _at(target, runs, lambda run: float(run["held_gib"]) + float(run["state_gib"]) / NUM_GPUS)
+        found[f"{name}_gib_of_{NUM_GPUS}_gpus"] = {"value": round(gib, 1), "unit": f"GiB a GPU, {how}"}
     for number in PROJECTED_GPUS:
         hours = ULTRACHAT_TOKENS * (compute + optimizer / _sharing(rung, number)) / tokens / number / 3600
         found[f"{name}_ultrachat_hours_{number}_gpus"] = {"value": round(hours, 2), "unit": f"h, projected from {how}"}
@@ -144,6 +147,7 @@ def _operations(name: str, runs: Sequence[Run], target: int) -> Figures:
 COLUMNS = (
     ("tokens/s", "tokens_per_s", "{:,.0f}"), ("MFU", "mfu", "{:.1%}"), ("hardware MFU", "hardware_mfu", "{:.1%}"),
     ("documents", "document_share", "{:.0%}"), ("peak GiB", "peak_gib", "{:.1f}"),
+    ("GiB of 8 GPUs", "gib_of_8_gpus", "{:,.0f}"),
     ("GPU operations", "gpu_ops", "{:,.0f}"), ("CPU calls", "cpu_calls", "{:,.0f}"),
     ("update, ms", "optimizer_ms", "{:,.0f}"), ("8 GPUs, h", "ultrachat_hours_8_gpus", "{:,.1f}"),
     ("32 GPUs, h", "ultrachat_hours_32_gpus", "{:,.1f}"),
@@ -175,7 +179,7 @@ def _recomputed(rungs: dict[str, dict[str, Any]]) -> str:
 def notes(config: ModelConfig, rungs: dict[str, dict[str, Any]], extra: str) -> str:
     """What a reader has to know of the figures."""
     layers = sorted({run["layers"] for result in rungs.values() for run in result.get("runs", [])})
-    padded = ", ".join(f"{name} {r['padded_tokens']:,}" for name, r in rungs.items() if "padded_tokens" in r)
+    padded = ", ".join(f"{name} {r['padded_documents']}" for name, r in rungs.items() if "padded_documents" in r)
     parts = [
         f"Random weights at the width of {config.hidden_size}; measured at {' and '.join(map(str, layers))} layers and "
         f"extrapolated along a straight line to {config.num_hidden_layers} where that was not measured itself "
@@ -185,10 +189,12 @@ def notes(config: ModelConfig, rungs: dict[str, dict[str, Any]], extra: str) -> 
         "runs over a dense mask of the whole row."
         if "fused_packed_stock" in rungs
         else "",
-        "Peak memory is that of the most layers measured on one GPU, not of the whole model.",
+        "Peak memory is that of the most layers measured on one GPU, not of the whole model; GiB of 8 GPUs is what one "
+        "of them would hold of all layers: 1/8 of weights, gradients and optimizer, and what a forward pass leaves for "
+        "the backward pass, along the same line; an H200 has 139.",
         "One GPU, one packed row or one padded batch a step, one update a step; "
         f"full rungs count 1/{NUM_GPUS} of the update's time (sharded over {NUM_GPUS} GPUs), LoRA all of it.",
-        f"Most tokens of a padded batch, padding included: {padded}." if padded else "",
+        f"Documents of a padded batch: {padded}." if padded else "",
         "Communication and sharding are excluded. Hours: one pass over ultrachat_200k's "
         f"{ULTRACHAT_TOKENS / 1e6:.1f} million tokens at this rate on each of 8 or 32 GPUs, each with its share of the "
         "update, no loss in scaling, rows filled as here.",

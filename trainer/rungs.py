@@ -2,9 +2,14 @@
 
     for each number of layers: build with random weights on the device -> warm up -> measure steps -> profile one step
 
-A step here is one micro-batch (a packed row, or a padded batch of at most as many tokens) and one update. What the
-update takes is measured apart. The warm-up runs every padded batch once, because each has a shape of its own;
-packed rows have one shape, two of them suffice.
+A step here is one micro-batch (a packed row, or a padded batch of documents) and one update. What the update takes is
+measured apart. The warm-up runs every padded batch once, because each has a shape of its own; packed rows have one
+shape, two of them suffice.
+
+Rungs of transformers' model train as TRL's SFTTrainer does by default (SFTConfig of TRL 1.0 and newer): 8 documents a
+batch, padded to the longest, and gradient checkpointing, without which 64 layers of this width hold more than a GPU
+has. Only the documents are whole, where its default would cut them. `stock_padded_kept` leaves checkpointing out,
+to show what it costs.
 
 Guarantees: every measured step has other documents; a result is handed over after each number of layers, so that what
 runs out of time or memory later loses nothing.
@@ -58,13 +63,16 @@ class Rung:
     """Which weights are trained."""
     masters: bool = True
     """fp32 master weights (ours only); without them a small update of a bf16 weight is lost."""
+    recompute: bool = False
+    """Gradient checkpointing (transformers' model only): every layer is computed again in the backward pass."""
 
 
 RUNGS: dict[str, Rung] = {
-    "stock_padded": Rung(order="source", ours=False, fused=False),
-    "sorted_padded": Rung(order="sorted", ours=False, fused=False),
-    "fused_padded": Rung(order="source", ours=False),
-    "fused_packed_stock": Rung(order="packed", ours=False),
+    "stock_padded": Rung(order="source", ours=False, fused=False, recompute=True),
+    "stock_padded_kept": Rung(order="source", ours=False, fused=False),
+    "sorted_padded": Rung(order="sorted", ours=False, fused=False, recompute=True),
+    "fused_padded": Rung(order="source", ours=False, recompute=True),
+    "fused_packed_stock": Rung(order="packed", ours=False, recompute=True),
     "full_bf16": Rung(order="packed", ours=True),
     "full_bf16_nomaster": Rung(order="packed", ours=True, masters=False),
     "lora_bf16": Rung(order="packed", ours=True, method="lora"),
@@ -86,10 +94,10 @@ class Job:
     """Numbers of layers to measure; 0 stands for all."""
     steps: int
     """Steps that are measured."""
-    padded_tokens: int
-    """Most tokens of a padded batch, padding included; 0 for the dataset's row length."""
+    padded_documents: int
+    """Documents of a padded batch."""
     recompute: int
-    """Layers that are computed again in the backward pass, of LoRA."""
+    """Layers that are computed again in the backward pass, of the LoRA rung."""
     device: str
     """cuda or cpu."""
     precision: Precision
@@ -108,14 +116,15 @@ def run(job: Job, write: Callable[[dict[str, Any]], None]) -> None:
     rung, device = RUNGS[job.rung], torch.device(job.device)
     if not rung.fused:
         stock.without_fused_kernels()
-    result: dict[str, Any] = {"status": "started", "recompute": job.recompute if _is_lora(rung) else 0}
+    all_layers = resolve_config(job.model).num_hidden_layers
+    recompute = all_layers if rung.recompute else job.recompute if _is_lora(rung) else 0
+    result: dict[str, Any] = {"status": "started", "recompute": recompute}
     if rung.order == "packed":
         _attempt(job, device, result, write)
         return
-    most = job.padded_tokens or PackedDataset.open(job.shards).manifest.max_tokens
-    for tokens in (most, most // 2):
-        sized = dataclasses.replace(job, padded_tokens=tokens)
-        if _attempt(sized, device, {**result, "padded_tokens": tokens}, write):
+    for size in (job.padded_documents, job.padded_documents // 2):
+        sized = dataclasses.replace(job, padded_documents=size)
+        if _attempt(sized, device, {**result, "padded_documents": size}, write):
             return
 
 
@@ -148,7 +157,7 @@ def measure(job: Job, config: ModelConfig, device: torch.device, *, first: bool)
     warm, items = work(job, rung)
     started = time.perf_counter()
     model, optimizer, step, about = (_ours if rung.ours else _stock)(job, rung, config, device)
-    clock = OptimizerClock(optimizer, device)
+    clock, held = OptimizerClock(optimizer, device), Held(model, device)
     for number, item in enumerate(warm):
         step(item, number + 1)
     _synchronize(device)
@@ -168,6 +177,8 @@ def measure(job: Job, config: ModelConfig, device: torch.device, *, first: bool)
         "trained": sum(p.numel() for p in model.parameters() if p.requires_grad),
         "warm_up_seconds": warm_seconds,
         "peak_gib": _peak_bytes(device) / GIB,
+        "held_gib": held.num_bytes / GIB,
+        "state_gib": _state_bytes(model, optimizer) / GIB,
         "steps": steps,
         **about,
     }
@@ -198,6 +209,30 @@ class OptimizerClock:
         optimizer.step = timed  # type: ignore[assignment, method-assign]
 
 
+class Held:
+    """The most memory of the GPU that a forward pass has left in use for the backward pass, in bytes."""
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        self.num_bytes = 0
+        self._before = 0
+        if device.type == "cuda":
+            model.register_forward_pre_hook(self._begin)
+            model.register_forward_hook(self._end)
+
+    def _begin(self, *_: Any) -> None:
+        self._before = torch.cuda.memory_allocated()
+
+    def _end(self, *_: Any) -> None:
+        self.num_bytes = max(self.num_bytes, torch.cuda.memory_allocated() - self._before)
+
+
+def _state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """Weights, gradients of those trained, and all that the optimizer keeps."""
+    weights = sum(p.nbytes * (1 + p.requires_grad) for p in model.parameters())
+    kept = (value for state in optimizer.state.values() for value in state.values())
+    return weights + sum(value.nbytes for value in kept if isinstance(value, Tensor))
+
+
 def work(job: Job, rung: Rung) -> tuple[list[Item], list[Item]]:
     """Warm-up and measured micro-batches; padded ones are spread evenly over the dataset."""
     dataset = PackedDataset.open(job.shards)
@@ -209,11 +244,8 @@ def work(job: Job, rung: Rung) -> tuple[list[Item], list[Item]]:
         return rows[:2], rows[2:]
     found = stock.documents(dataset)
     found.sort(key=lambda d: len(d.input_ids) if rung.order == "sorted" else d.doc_id)
-    batches = stock.padded_batches(
-        found,
-        most_tokens=job.padded_tokens or manifest.max_tokens,
-        pad_id=int(manifest.recipe["tokenizer"]["pad_token_id"]),
-    )
+    pad_id = int(manifest.recipe["tokenizer"]["pad_token_id"])
+    batches = stock.batches_of(found, size=job.padded_documents, pad_id=pad_id)
     count = min(job.steps, len(batches))
     items: list[Item] = [batches[(2 * i + 1) * len(batches) // (2 * count)] for i in range(count)]
     return items, items
@@ -265,7 +297,9 @@ def _ours(job: Job, rung: Rung, config: ModelConfig, device: torch.device) -> Bu
 
 
 def _stock(job: Job, rung: Rung, config: ModelConfig, device: torch.device) -> Built:
-    model = stock.build_stock(config, device=device, dtype=_dtype(job.precision), seed=0)
+    model = stock.build_stock(
+        config, device=device, dtype=_dtype(job.precision), seed=0, recompute=rung.recompute
+    )  # fmt: skip
     optimizer = stock.stock_optimizer(model, lr=1e-5)
     if device.type == "cuda" and stock.fused_kernels_in_use() is not rung.fused:
         raise ValueError(f"{job.rung}: install {' and '.join(stock.FUSED)}, which transformers' fused rungs need")

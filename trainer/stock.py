@@ -2,7 +2,7 @@
 
     without_fused_kernels()                  # before transformers' model is imported: its torch fallbacks serve
     model = build_stock(config, device=device, dtype=torch.bfloat16, seed=0)
-    for batch in padded_batches(documents(dataset), most_tokens=8192, pad_id=0):
+    for batch in batches_of(documents(dataset), size=8, pad_id=0):
         padded_loss(model, batch.to(device), num_targets=batch.num_targets).backward()
 
 Packed rows in the same model, without a leak: `cu_seq_lens_q` and `seq_idx` for the delta rule and the convolution
@@ -100,6 +100,11 @@ def padded_batches(found: Sequence[Document], *, most_tokens: int, pad_id: int) 
     return [pad(group, pad_id=pad_id) for group in groups]
 
 
+def batches_of(found: Sequence[Document], *, size: int, pad_id: int) -> list[Padded]:
+    """Batches of ``size`` documents, in this order, however long they are; the last one may be smaller."""
+    return [pad(found[i : i + size], pad_id=pad_id) for i in range(0, len(found), size)]
+
+
 def pad(group: Sequence[Document], *, pad_id: int) -> Padded:
     """One batch of these documents."""
     lengths = [len(document.input_ids) for document in group]
@@ -151,8 +156,13 @@ def created_on(device: torch.device, dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(former)
 
 
-def build_stock(config: ModelConfig, *, device: torch.device, dtype: torch.dtype, seed: int) -> nn.Module:
-    """transformers' Qwen3_5ForCausalLM with random weights, made where it is used."""
+def build_stock(
+    config: ModelConfig, *, device: torch.device, dtype: torch.dtype, seed: int, recompute: bool = False
+) -> nn.Module:
+    """transformers' Qwen3_5ForCausalLM with random weights, made where it is used.
+
+    ``recompute`` is its gradient checkpointing: every layer keeps its input alone and is computed again.
+    """
     from transformers import Qwen3_5ForCausalLM
 
     with created_on(device, dtype):
@@ -160,6 +170,11 @@ def build_stock(config: ModelConfig, *, device: torch.device, dtype: torch.dtype
             config, dtype=dtype, attn_implementation="sdpa"
         )
     fill_weights(model, seed=seed, std=config.initializer_range)
+    if recompute:
+        # renamed in transformers 5.2x
+        names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
+        enable = next(getattr(model, name) for name in names if hasattr(model, name))
+        enable({"use_reentrant": False})
     return model.train()
 
 

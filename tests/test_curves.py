@@ -70,15 +70,28 @@ def test_sorting_changes_the_steps(shards: Path, tiny: str, tmp_path: Path) -> N
 
 
 def test_bf16_curves_stay_beside_each_other_and_noise_is_measured(shards: Path, tiny: str, tmp_path: Path) -> None:
-    names = ("ours_packed", "ours_packed_noise", "stock_padded", "ours_packed_fp32", "stock_padded_fp32")
+    noise = ("ours_packed_noise", "ours_packed_noise_2", "stock_padded_noise")
+    names = ("ours_packed", *noise, "stock_padded", "ours_packed_fp32", "stock_padded_fp32")
     found = {name: curve(shards, tiny, tmp_path, name, steps=3, precision="bf16") for name in names}
-    assert found["ours_packed_noise"] != found["ours_packed"]
-    for name in names[1:3]:
+    assert len({tuple(found[name]) for name in names[:5]}) == 5
+    for name in names[1:5]:
         assert found[name] == pytest.approx(found["ours_packed"], abs=0.02)
     assert found["stock_padded_fp32"] == pytest.approx(found["ours_packed_fp32"], abs=1e-5)
     assert len(found["ours_packed_fp32"]) == 2
     figures = curves.figures(found)
     assert "from ours_packed_fp32 over 2 steps" in figures["stock_padded_fp32_max_difference"]["unit"]
+
+
+def test_the_two_sides_and_their_noise_are_distances_counted_by_hand() -> None:
+    found = curves.figures({
+        "ours_packed": [3.0, 2.0], "ours_packed_noise": [3.2, 2.0], "ours_packed_noise_2": [3.4, 2.0],
+        "stock_padded": [3.0, 1.0], "stock_padded_noise": [3.0, 1.4, 9.0], "sorted_padded": [1.0, 9.0],
+    })  # fmt: skip
+    # Two steps are one window: ours 2.5 2.6 2.7, theirs 2.0 2.2. Pairs: .1 .2 .1 and .2; sides: 2.6 and 2.1.
+    assert found["one_rounding_mean_difference"]["value"] == pytest.approx(0.15)
+    assert found["one_rounding_max_difference"]["value"] == pytest.approx(0.2)
+    assert found["sides_mean_difference"]["value"] == pytest.approx(0.5)
+    assert "over 2 steps" in found["sides_max_difference"]["unit"]
 
 
 def test_a_curve_out_of_time_or_cut_short_is_as_long_as_it_got(shards: Path, tiny: str, tmp_path: Path) -> None:
@@ -100,7 +113,7 @@ def test_the_record_of_curves_has_a_table(
     monkeypatch.setattr(bench, "in_a_process", process)
     command = ["curves", "--shards", str(shards), "--model", tiny, "--record", str(tmp_path), "--device", "cpu"]
     assert bench.main([*command, "--variants", "ours_packed,stock_padded"]) == 0
-    assert "| `stock_padded` | 3 | 5.0 | 4.0 | 0.0 | 0.0 |" in capsys.readouterr().out
+    assert "| `stock_padded` | 3 | 5.0 | 4.0 | 1.0 | 0.0 | 0.0 |" in capsys.readouterr().out
     (path,) = tmp_path.glob("*.json")
     assert dataclasses.asdict(bench.Table(path=path))["path"] == path
     assert json.loads(path.read_text())["figures"]["stock_padded_max_difference"]["value"] == 0

@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -196,7 +196,9 @@ def run_curves(settings: Curves, command: str) -> int:
         return {**found, "file": lines.name, "command": command, "commit": commit}
 
     with ThreadPoolExecutor(max_workers=settings.at_once) as pool:
-        for name, result in zip(names, pool.map(train, names), strict=True):
+        running = {pool.submit(train, name): name for name in names}
+        for future in as_completed(running):
+            name, result = running[future], future.result()
             results[name] = result
             found = curves.figures({one: curves.losses(path.with_name(r["file"])) for one, r in results.items()})
             notes = f"{curves.NOTES} {settings.notes}".strip()

@@ -4,7 +4,7 @@
     stock_padded         transformers' model and loss, the same documents padded, torch's AdamW
     ours_unpacked        every document a micro-batch of its own in the same optimizer step: the same gradient
     sorted_padded        transformers again, each step documents of one length: what sorting does, not expected to agree
-    ours_packed_noise    ours_packed from weights moved by one rounding: how far bf16 alone lets curves drift apart
+    *_noise, *_noise_2   from weights moved by one rounding, one way or another: how far bf16 alone lets curves drift
     ours_packed_fp32, stock_padded_fp32    the first steps in fp32, ours on the torch references
 
 All but sorted_padded take the same documents in the same steps, with the same learning rates, clipping and first
@@ -40,8 +40,8 @@ from trainer.step import Precision, learning_rate, train_step
 from trainer.stock import Document
 
 VARIANTS = (
-    "ours_packed", "stock_padded", "ours_packed_noise", "ours_unpacked", "sorted_padded", "ours_packed_fp32",
-    "stock_padded_fp32",
+    "ours_packed", "stock_padded", "ours_packed_noise", "ours_packed_noise_2", "stock_padded_noise", "ours_unpacked",
+    "sorted_padded", "ours_packed_fp32", "stock_padded_fp32",
 )  # fmt: skip
 
 WINDOW = 10
@@ -53,7 +53,7 @@ NOTES = (
     "Random weights, the same for all; losses in nats a target. Differences are from ours_packed over the steps that "
     f"both have, smoothed over {WINDOW} steps; those of fp32 curves from ours_packed_fp32, step by step. stock_padded: "
     "transformers' model and loss on padded batches, torch's AdamW over fp32 copies of the weights; its `fused` says "
-    "whether fla and causal-conv1d served. ours_packed_noise starts from weights moved by one bf16 rounding. "
+    "whether fla and causal-conv1d served. Those named noise start from weights moved by one bf16 rounding. "
     "sorted_padded trains on documents sorted by length, so its steps hold other documents and it is not expected to "
     "agree."
 )
@@ -124,7 +124,15 @@ def _config(job: Job) -> ModelConfig:
     return stock.with_layers(config, job.num_layers or config.num_hidden_layers)
 
 
-def first_weights(config: ModelConfig, *, seed: int, precision: Precision) -> Qwen3_5ForCausalLM:
+def first_weights(job: Job, config: ModelConfig) -> Qwen3_5ForCausalLM:
+    """What a variant starts from: the same for all, but for those that measure noise."""
+    model = common_weights(config, seed=job.seed, precision=job.precision)
+    if "noise" in job.variant:
+        move_by_one_rounding(model, seed=job.seed + job.variant.endswith("_2"))
+    return model
+
+
+def common_weights(config: ModelConfig, *, seed: int, precision: Precision) -> Qwen3_5ForCausalLM:
     """Our model on the CPU with the weights that every variant starts from: rounded to bf16 where anything is."""
     with torch.device("meta"):
         model = Qwen3_5ForCausalLM(config, kernels=select(torch.device("cpu")))
@@ -151,9 +159,7 @@ def references() -> Kernels:
 
 def _ours(job: Job, precision: Precision) -> Step:
     config, device = _config(job), torch.device(job.device)
-    source = first_weights(config, seed=job.seed, precision=job.precision)
-    if job.variant == "ours_packed_noise":
-        move_by_one_rounding(source, seed=job.seed)
+    source = first_weights(job, config)
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     with stock.created_on(device, dtype):
         model = Qwen3_5ForCausalLM(config, kernels=references() if precision == "fp32" else select(device))
@@ -202,7 +208,7 @@ def _stock(job: Job, precision: Precision) -> Step:
     config, device = _config(job), torch.device(job.device)
     if precision == "fp32" or not job.stock_fused:  # the fused kernels compute in bf16
         stock.without_fused_kernels()
-    source = first_weights(config, seed=job.seed, precision=job.precision)
+    source = first_weights(job, config)
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     model = stock.build_stock(config, device=device, dtype=dtype, seed=0)
     for name, parameter in model.named_parameters():
@@ -292,6 +298,9 @@ def figures(curves: dict[str, list[float]]) -> dict[str, dict[str, Any]]:
         found[f"{name}_steps"] = {"value": len(curve), "unit": "steps"}
         found[f"{name}_first_loss"] = {"value": round(curve[0], 5), "unit": "nats a target"}
         found[f"{name}_last_loss"] = {"value": round(smooth(curve)[-1], 5), "unit": f"nats a target, last {WINDOW}"}
+        if len(late := curve[len(curve) // 2 :]) > 1:
+            jump = float(np.abs(np.diff(late)).mean())
+            found[f"{name}_jump"] = {"value": round(jump, 4), "unit": "nats from step to step, mean of the second half"}
         exact = name.endswith("_fp32")
         other = "ours_packed_fp32" if exact else "ours_packed"
         count = min(len(curve), len(curves.get(other, [])))
@@ -302,13 +311,37 @@ def figures(curves: dict[str, list[float]]) -> dict[str, dict[str, Any]]:
         unit = f"nats a target, from {other} over {count} steps" + ("" if exact else ", smoothed")
         for kind, value in (("mean", np.abs(ours - theirs).mean()), ("max", np.abs(ours - theirs).max())):
             found[f"{name}_{kind}_difference"] = {"value": float(f"{value:.4g}"), "unit": unit}
-    return found
+    return found | sides(curves)
+
+
+def sides(curves: dict[str, list[float]]) -> dict[str, dict[str, Any]]:
+    """How far runs of one side lie apart that differ by one rounding of the first weights, and how far the two sides.
+
+    Smoothed curves over the steps that all of them have; a side is the mean of its runs.
+    """
+    groups = [[c for name, c in curves.items() if name.removesuffix("_2").removesuffix("_noise") == side and c]
+              for side in ("ours_packed", "stock_padded")]  # fmt: skip
+    if any(len(group) < 2 for group in groups):
+        return {}
+    count = min(len(curve) for group in groups for curve in group)
+    ours, stock_ = (np.array([smooth(curve[:count]) for curve in group]) for group in groups)
+    within = [np.abs(a - b) for side in (ours, stock_) for i, a in enumerate(side) for b in side[:i]]
+    between = np.abs(ours.mean(0) - stock_.mean(0))
+    unit = f"nats a target over {count} steps, smoothed"
+    return {
+        f"{name}_{kind}_difference": {"value": float(f"{value:.4g}"), "unit": f"{unit}, {what}"}
+        for name, what, distances in (
+            ("one_rounding", "pairs of runs of one side", np.array(within)),
+            ("sides", f"means of {len(ours)} runs of ours and {len(stock_)} of transformers", between),
+        )
+        for kind, value in (("mean", distances.mean()), ("max", distances.max()))
+    }
 
 
 def table(record: dict[str, Any]) -> str:
     """A record of curves as a Markdown table."""
-    fields = ("steps", "first_loss", "last_loss", "mean_difference", "max_difference")
-    lines = ["| curve | " + " | ".join(field.replace("_", " ") for field in fields) + " |", "|---" * 6 + "|"]
+    fields = ("steps", "first_loss", "last_loss", "jump", "mean_difference", "max_difference")
+    lines = ["| curve | " + " | ".join(field.replace("_", " ") for field in fields) + " |", "|---" * 7 + "|"]
     for name, result in record["variants"].items():
         cells = [str(record["figures"].get(f"{name}_{field}", {}).get("value", "")) for field in fields]
         cells[0] += "" if result["status"] == "ok" else f" ({result['status']})"

@@ -1,7 +1,9 @@
-"""The metrics file: whole lines, continuous over resumes; the progress line."""
+"""The metrics file: whole lines, continuous over resumes; what the live line says."""
 
 import io
 import json
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.tiny import batch_of, random_documents, tiny_config, tiny_model
 from trainer import metrics as module
+from trainer.liveline import LiveLine
 from trainer.lora import add_adapters
 from trainer.memory import Method
 from trainer.metrics import PEAK, Metrics, Work, duration, hardware_flops, model_flops, peak_flops
@@ -31,8 +34,8 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 def write(path: Path, *, step: int, last: int, stream: io.StringIO | None = None) -> None:
-    with Metrics(path, step=step, total_steps=4, stream=stream or io.StringIO()) as metrics:
-        for number in range(step + 1, last + 1):
+    with Metrics(path, step=step, total_steps=4, line=LiveLine(stream or io.StringIO())) as metrics:
+        for number in metrics.time_steps(range(step + 1, last + 1)):
             metrics.step(result(number), rows_seen=2 * number)
             if number % 2 == 0:
                 metrics.evaluation(step=number, loss=0.5)
@@ -41,7 +44,7 @@ def write(path: Path, *, step: int, last: int, stream: io.StringIO | None = None
 def test_a_step_and_an_evaluation_have_their_fields(tmp_path: Path) -> None:
     write(tmp_path / "m.jsonl", step=0, last=2)
     step, _, evaluation = lines(tmp_path / "m.jsonl")
-    assert step.pop("tokens_per_s") > 0
+    assert min(step.pop(name) for name in ("tokens_per_s", "step_s", "data_wait_s")) > 0
     assert step == {"step": 1, "rows_seen": 2, "targets": 10, "loss": 1.5, "lr": 0.1, "grad_norm": 2.0}
     assert evaluation == {"step": 2, "eval_loss": 0.5}
 
@@ -73,7 +76,7 @@ def test_beginning_again_keeps_nothing(tmp_path: Path) -> None:
 
 def test_a_step_without_a_target_is_written_as_null_and_said(tmp_path: Path) -> None:
     stream = io.StringIO()
-    with Metrics(tmp_path / "m.jsonl", step=0, total_steps=1, stream=stream) as metrics:
+    with Metrics(tmp_path / "m.jsonl", step=0, total_steps=1, line=LiveLine(stream)) as metrics:
         metrics.step(result(1, loss=None, grad_norm=None, num_targets=0), rows_seen=2)
         metrics.evaluation(step=1, loss=None)
     first, second = lines(tmp_path / "m.jsonl")
@@ -83,7 +86,7 @@ def test_a_step_without_a_target_is_written_as_null_and_said(tmp_path: Path) -> 
 
 def test_other_ranks_write_nothing() -> None:
     stream = io.StringIO()
-    with Metrics(None, step=0, total_steps=1, stream=stream) as metrics:
+    with Metrics(None, step=0, total_steps=1, line=LiveLine(stream)) as metrics:
         metrics.step(result(1), rows_seen=2)
         metrics.evaluation(step=1, loss=0.5)
         metrics.say("something")
@@ -91,28 +94,85 @@ def test_other_ranks_write_nothing() -> None:
     assert stream.getvalue() == ""
 
 
-def test_progress_has_loss_rate_and_time_left(tmp_path: Path) -> None:
+class Clock:
+    """A clock that stands still unless it is told otherwise."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(module.time, "perf_counter", clock)
+    monkeypatch.setattr(module.time, "monotonic", clock)
+    return clock
+
+
+def timed_steps(path: Path, clock: Clock, stream: io.StringIO, *, last: int = 4) -> None:
+    """Steps that wait 0.5 s for their rows and compute for 1.5 s; after the second, 7 s of something else."""
+
+    def rows() -> Iterator[int]:
+        for number in range(1, last + 1):
+            clock.now += 0.5
+            yield number
+
+    with Metrics(path, step=0, total_steps=4, line=LiveLine(stream)) as metrics:
+        for number in metrics.time_steps(rows()):
+            clock.now += 1.5
+            metrics.step(result(number), rows_seen=2 * number)
+            clock.now += 7.0 if number == 2 else 0.0
+
+
+def test_a_step_lasts_from_asking_for_its_rows_to_its_end_and_says_how_long_they_took(
+    tmp_path: Path, clock: Clock
+) -> None:
+    timed_steps(tmp_path / "m.jsonl", clock, io.StringIO())
+    found = lines(tmp_path / "m.jsonl")
+    assert [(line["step_s"], line["data_wait_s"], line["tokens_per_s"]) for line in found] == [(2.0, 0.5, 10.0)] * 4
+
+
+def test_seconds_have_four_significant_digits(tmp_path: Path, clock: Clock) -> None:
+    with Metrics(tmp_path / "m", step=0, total_steps=1, line=LiveLine(io.StringIO())) as metrics:
+        for _ in metrics.time_steps([1]):
+            clock.now += 0.0012345678
+            metrics.step(result(1), rows_seen=2)
+    assert lines(tmp_path / "m")[0]["step_s"] == 0.001235
+
+
+def test_progress_in_a_file_is_a_whole_line_every_ten_seconds_and_at_the_end(tmp_path: Path, clock: Clock) -> None:
     stream = io.StringIO()
-    write(tmp_path / "m.jsonl", step=0, last=4, stream=stream)
-    printed = stream.getvalue().splitlines()
-    assert printed[0].startswith("step 1/4  loss 1.5000  ")
-    assert printed[0].endswith("s left")
-    assert "tokens/s" in printed[0]
-    assert printed[-2].startswith("step 4/4")  # the last one is always there
+    timed_steps(tmp_path / "m.jsonl", clock, stream)
+    first, third, fourth = stream.getvalue().splitlines()  # after 2, 4, 13 and 15 seconds
+    assert re.fullmatch(r"step 1/4  loss 1\.5000  10 tokens/s  \d\.\d GiB  6s left", first)
+    assert third.startswith("step 3/4  ")
+    assert third.endswith("  4s left")  # 13 seconds for 3 steps, what came between them too
+    assert fourth.endswith("  0s left")
     assert "\r" not in stream.getvalue()
 
 
-def test_a_terminal_renews_one_line(tmp_path: Path) -> None:
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
+def test_what_an_interrupted_run_has_reached_is_printed(tmp_path: Path, clock: Clock) -> None:
+    stream = io.StringIO()
+    timed_steps(tmp_path / "m.jsonl", clock, stream, last=2)
+    assert [line[:9] for line in stream.getvalue().splitlines()] == ["step 1/4 ", "step 2/4 "]
 
-    stream = Terminal()
-    write(tmp_path / "m.jsonl", step=0, last=3, stream=stream)
-    text = stream.getvalue()
-    assert text.count("\r") == 3
-    assert "\nstep 2: evaluation loss 0.5000\n" in text
-    assert text.endswith("\n")
+
+def test_a_resumed_run_reckons_with_its_own_steps_alone(tmp_path: Path, clock: Clock) -> None:
+    stream = io.StringIO()
+    with Metrics(tmp_path / "m", step=7, total_steps=10, line=LiveLine(stream)) as metrics:
+        for _ in metrics.time_steps([8]):
+            clock.now += 30.0
+            metrics.step(result(8), rows_seen=16)
+    assert stream.getvalue().endswith("  1m00s left\n")
+
+
+def test_the_memory_of_this_process_is_known() -> None:
+    before = module._resident_bytes()
+    held = torch.ones(64 * 2**20, dtype=torch.uint8)
+    assert module._resident_bytes() - before > 0.9 * held.numel()
 
 
 def test_durations_are_short() -> None:
@@ -216,7 +276,9 @@ def test_a_cpu_has_no_share_of_a_gpus_speed(tmp_path: Path) -> None:
     cpu = torch.device("cpu")
     assert peak_flops(cpu, precision="bf16", num_devices=1) is None
     stream = io.StringIO()
-    with Metrics(tmp_path / "m", step=0, total_steps=1, work=work(device=cpu, peak=None), stream=stream) as metrics:
+    with Metrics(
+        tmp_path / "m", step=0, total_steps=1, work=work(device=cpu, peak=None), line=LiveLine(stream)
+    ) as metrics:
         metrics.step(result(1), rows_seen=2)
     assert lines(tmp_path / "m")[0].keys() & {"mfu", "hfu", "peak_gib"} == set()
     assert "MFU" not in stream.getvalue()
@@ -239,17 +301,18 @@ def test_the_speed_of_a_gpu_is_known_by_its_name(
     assert peak_flops(torch.device("cuda"), precision=precision, num_devices=2) == expected
 
 
-def test_a_gpus_line_has_both_shares_and_the_peak_of_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpus_line_has_both_shares_and_the_peak_of_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock
+) -> None:
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 3 * 2**30)
-    clock = iter([0.0, 2.0, 2.0, 2.0])
-    monkeypatch.setattr(module.time, "perf_counter", lambda: next(clock))
     stream = io.StringIO()
     peak = 1e9
-    with Metrics(tmp_path / "m", step=0, total_steps=1, work=work(peak=peak), stream=stream) as metrics:
+    with Metrics(tmp_path / "m", step=0, total_steps=1, work=work(peak=peak), line=LiveLine(stream)) as metrics:
+        clock.now += 2
         metrics.step(result(1), rows_seen=2)
     (line,) = lines(tmp_path / "m")
     useful = model_flops(tiny_config(), num_tokens=20, sum_squared_lengths=200, method="full")
     assert line["mfu"] == pytest.approx(useful / 2 / peak, abs=1e-4)
     assert line["hfu"] > line["mfu"]
     assert line["peak_gib"] == 3.0
-    assert f"MFU {line['mfu']:.1%}" in stream.getvalue()
+    assert f"  MFU {line['mfu']:.1%}  3.0 GiB  " in stream.getvalue()

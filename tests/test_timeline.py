@@ -1,54 +1,13 @@
-"""What trainer.timeline says of small made-up traces, whose numbers are known, and of a real one."""
+"""What trainer.timeline says of small made-up traces, whose numbers are known."""
 
 import gzip
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
-from trainer.timeline import analyse, kind, main, read, summary, tracer, union
-
-Event = dict[str, Any]
-
-
-def span(cat: str, name: str, begin: float, end: float, **fields: Any) -> Event:
-    tid = fields.pop("tid", 1)
-    return {"ph": "X", "cat": cat, "name": name, "ts": begin, "dur": end - begin, "tid": tid, "args": fields}
-
-
-def op(name: str, begin: float, end: float, **fields: Any) -> Event:
-    return span("cpu_op", name, begin, end, **fields)
-
-
-def launch(begin: float, correlation: int) -> Event:
-    return span("cuda_runtime", "cudaLaunchKernel", begin, begin + 5, correlation=correlation)
-
-
-def kernel(name: str, begin: float, end: float, correlation: int, **fields: Any) -> Event:
-    return span("kernel", name, begin, end, correlation=correlation, tid=fields.pop("stream", 7))
-
-
-def mark(number: int, begin: float, end: float) -> Event:
-    return span("user_annotation", f"ProfilerStep#{number}", begin, end)
-
-
-def two_steps() -> list[Event]:
-    """Microseconds. The GPU lags: the first step's last kernel runs while the CPU is in the second."""
-    return [
-        mark(3, 0, 100),
-        op("aten::mm", 10, 30),
-        launch(20, 1),
-        op("aten::add", 40, 60),
-        launch(50, 2),
-        kernel("sm90_xmma_gemm_bf16", 30, 90, 1),
-        kernel("vectorized_add", 95, 130, 2),
-        mark(4, 100, 200),
-        op("aten::mm", 110, 120),
-        launch(112, 3),
-        kernel("sm90_xmma_gemm_bf16", 140, 180, 3),
-    ]
+from tests.traces import kernel, launch, mark, op, span, two_steps
+from trainer.timeline import analyse, kind, main, union
 
 
 def test_work_on_the_gpu_belongs_to_the_step_that_launched_it() -> None:
@@ -152,32 +111,6 @@ def test_union_merges_what_overlaps() -> None:
     assert union([(5, 6), (0, 2), (1, 3), (3, 4)]) == [(0, 4), (5, 6)]
 
 
-def test_a_real_trace_has_the_steps_that_were_asked_for(tmp_path: Path) -> None:
-    path = tmp_path / "run" / "trace.json.gz"
-    weight = torch.randn(32, 32, requires_grad=True)
-    with tracer(path, first=2, num_steps=2) as trace:
-        for _ in range(6):
-            (torch.randn(8, 32) @ weight).sum().backward()
-            float(weight.detach().sum())
-            trace.step()
-    assert [p.name for p in path.parent.iterdir()] == ["trace.json.gz"]
-    steps = analyse(read(path))
-    assert len(steps) == 2
-    for step in steps:
-        assert step.num_ops > 4
-        assert 0 < step.cpu_ms <= 2 * step.wall_ms  # forward and backward threads
-        assert step.num_scalar_reads == 1
-        assert list(step.waits) == ["aten::item > aten::_local_scalar_dense"]
-    assert summary(steps)["num_gpu_ops"] == 0
-
-
-def test_tracing_nothing_costs_nothing_and_writes_nothing(tmp_path: Path) -> None:
-    for path, num_steps in ((None, 3), (tmp_path / "trace.json", 0)):
-        with tracer(path, first=1, num_steps=num_steps) as trace:
-            trace.step()
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_two_traces_stand_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     one, two = tmp_path / "one.json", tmp_path / "two.json.gz"
     one.write_text(json.dumps({"traceEvents": two_steps()}))
@@ -195,7 +128,13 @@ def test_two_traces_stand_side_by_side(tmp_path: Path, capsys: pytest.CaptureFix
     assert found["top_kernels"][0] == {"name": "sm90_xmma_gemm_bf16", "ms": 0.05, "count": 1.0, "share": 0.7407}
 
 
-@pytest.mark.parametrize("content", [b"", b"{}", b"[1]", b"\x1f\x8bbroken", b'{"traceEvents": 3}', b"[]"])
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{}", b"[]", b"[1]", b"\x1f\x8bbroken", gzip.compress(b"[]" * 99)[:-9], b'{"traceEvents": 3}',
+     b"[" * 100_000,
+     *(b'[{"ph": "X", "name": "a", "ts": 1, "cat": "kernel"%s}]' % wrong for wrong in (
+         b', "ts": "1"', b', "ts": NaN', b', "dur": null', b', "name": 3', b', "args": 3', b', "cat": null'))],
+)  # fmt: skip
 def test_a_file_that_is_no_trace_is_an_error_that_says_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes
 ) -> None:

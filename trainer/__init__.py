@@ -10,10 +10,14 @@
     step      forward, backward, one normalisation over all targets, clip; `optimizer` updates; world: the ranks
     weights   Hugging Face folders in and out
     checkpoint  training state: save, find, check, resume
-    record    config.json: what was run, and whether it may be resumed; metrics: metrics.jsonl, progress
+    record    config.json: what was run, whether it may be resumed, by one process at a time
+    metrics   metrics.jsonl; `liveline` shows the step on stderr, `trackers` are TensorBoard and W&B
     train     `python -m trainer.train`: the loop, read top to bottom; `settings`: its command line
     doctor    `python -m trainer.doctor`: this machine's kernels are right
-    bench     `python -m trainer.bench`: how fast, and whether curves agree; timeline: where the time went
+    bench     `python -m trainer.bench`: how fast, and whether curves agree
+    timeline  `python -m trainer.timeline`: where the time of a step went, by a trace that `tracing` wrote
+    report    `python -m trainer.report`: a run, or several, as a table and one page; without torch. `runlog` reads
+              them, `runfigures` counts, `runtext` and `runpage` (`runcharts`, `tracepage`, `lanes`) show
 
-It imports only `pipeline.shards` from the offline half.
+Of the offline half it imports `pipeline.shards` and the page kit `pipeline.page` alone.
 """

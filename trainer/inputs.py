@@ -110,6 +110,45 @@ def check_targets(dataset: PackedDataset) -> None:
         )
 
 
+def check_memory(
+    settings: Settings, config: ModelConfig, dataset: PackedDataset, *, world: World, num_recomputed: int
+) -> memory.Estimate:
+    """Memory that the run takes.
+
+    Args:
+        settings: all of them resolved.
+        config: the model.
+        dataset: the shards.
+        world: this process, and where it computes.
+        num_recomputed: layers that compute their activations again.
+
+    Raises:
+        ValueError: there is not that much; says what would fit.
+    """
+    assert settings.precision is not None
+    on_gpu = world.device.type == "cuda"
+    workload = memory.Workload(
+        config=config,
+        max_tokens=dataset.manifest.max_tokens,
+        micro_rows=min(settings.micro_rows, settings.rows_per_step),
+        max_segments_per_row=dataset.manifest.limits["max_segments_per_row"],
+        method=settings.method,
+        precision=settings.precision,
+        optimizer=settings.optimizer,
+        lora_rank=settings.lora_rank,
+        recompute_layers=num_recomputed,
+        micro_steps=-(-settings.rows_per_step // (settings.micro_rows * world.size)),
+        fused=on_gpu,
+        processes=1 if on_gpu else world.local_size,
+    )
+    return memory.require(
+        workload,
+        available=memory.available_bytes(world.device),
+        where="this GPU" if on_gpu else "this machine",
+        alternatives=alternatives(settings.model),
+    )
+
+
 def alternatives(spec: str | None) -> dict[str, ModelConfig]:
     """Other sizes to suggest, as ``--model`` would name them."""
     prefix = "random:" if spec is None or spec.startswith("random:") else "Qwen/Qwen3.5-"

@@ -1,36 +1,43 @@
-"""What a run tells while it goes: ``metrics.jsonl``, one object a line, and a progress line on stderr.
+"""What a run tells while it goes: ``metrics.jsonl``, one object a line, a live line on stderr, and trackers.
 
-A step's line has ``step, rows_seen, targets, loss, lr, grad_norm, tokens_per_s``; an evaluation's ``step, eval_loss``.
-On a GPU a step's line has ``peak_gib`` too, the most memory that tensors took since the run began, and where the
+A step's line has ``step, rows_seen, targets, loss, lr, grad_norm``, then what differs from run to run:
+``tokens_per_s``; ``step_s``, the seconds from step to step; ``data_wait_s``, those of them in which the loop waited for
+the step's rows. On a GPU it has ``peak_gib`` too, the most memory that tensors took since the run began, and where the
 GPU's speed is known and weights are bf16, ``mfu`` and ``hfu``: the shares of that speed which the model's arithmetic
-(``model_flops``) and all arithmetic with what was computed again (``hardware_flops``) come to.
+(``model_flops``) and all arithmetic with what was computed again (``hardware_flops``) come to. An evaluation's line
+has ``step, eval_loss``.
 
 Guarantees: rank 0 alone writes; each line is whole or, after a kill, dropped on resume together with all that come
 after the checkpoint, so that the file reads as if the run had never stopped; the same settings give the same lines
-but for what comes of time and memory. Tokens are those of documents, not padding; the time is that from step to step.
+but for what comes of time and memory. Tokens are those of documents, not padding; evaluations and checkpoints are in
+no step's time.
+Costs: the device is not waited for.
 """
 
 import json
 import math
 import os
+import resource
 import sys
 import time
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TextIO
+from typing import Any, Self, TextIO, TypeVar
 
 import torch
 
+from trainer.liveline import LiveLine
 from trainer.memory import GIB, Method, linear_shapes
 from trainer.sizes import ModelConfig, layer_types
 from trainer.step import Precision, StepResult
+from trainer.trackers import Trackers
 
 PEAK = 989e12
 """Dense bf16 operations a second of one H100 or H200 (SXM), by NVIDIA's data sheets."""
 
-SECONDS_BETWEEN_LINES = 10.0
-"""How often progress is printed where stderr is a file; a terminal's line is renewed every step."""
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,7 +84,7 @@ def peak_flops(device: torch.device, *, precision: Precision, num_devices: int) 
 
 
 class Metrics:
-    """The metrics file and the progress line of one run; does nothing but keep time where ``path`` is None."""
+    """The metrics file, the live line and the trackers of one run; only keeps time where ``path`` is None."""
 
     def __init__(
         self,
@@ -86,7 +93,8 @@ class Metrics:
         step: int,
         total_steps: int,
         work: Work | None = None,
-        stream: TextIO | None = None,
+        line: LiveLine | None = None,
+        trackers: Trackers | None = None,
     ) -> None:
         """Open the file behind ``step``.
 
@@ -95,26 +103,36 @@ class Metrics:
             step: last step that counts, 0 for a new run; lines of later ones are dropped.
             total_steps: steps at the end of the run.
             work: what a token costs; None leaves out the shares of a GPU's speed.
-            stream: where progress goes, by default stderr.
+            line: where progress goes, by default stderr; closed with this.
+            trackers: take every line too; closed with this.
         """
         self._file = None if path is None else _open_after(path, step)
         self._work = work
-        self._stream = stream or sys.stderr
+        self._line = line or LiveLine(sys.stderr)
+        self._trackers = trackers
         self._total_steps = total_steps
         self._first_step = step
-        self._seconds = 0.0
-        self._printed = -math.inf
-        self._shown = 0
-        self.start_clock()
+        self._begun = self._since = time.perf_counter()
+        self._waited = 0.0
 
-    def start_clock(self) -> None:
-        """Measure the next step from here: what lay between (evaluation, saving) is not its time."""
-        self._since = time.perf_counter()
+    def time_steps(self, source: Iterable[T]) -> Iterator[T]:
+        """The items of ``source``, one a step. A step's time begins when its item is asked for: what lies between
+        ``step`` and the next item (evaluation, saving) is nobody's.
+        """
+        items = iter(source)
+        self._begun = time.perf_counter()
+        while True:
+            self._since = time.perf_counter()
+            try:
+                item = next(items)
+            except StopIteration:
+                return
+            self._waited = time.perf_counter() - self._since
+            yield item
 
     def step(self, result: StepResult, *, rows_seen: int) -> None:
-        """Write the line of a finished step and renew the progress line."""
+        """Write the line of a finished step and renew the live line."""
         elapsed = time.perf_counter() - self._since
-        self._seconds += elapsed
         rate = result.num_tokens / elapsed
         figures = self._work.figures(result, elapsed) if self._work else {}
         self._write({
@@ -125,12 +143,14 @@ class Metrics:
             "lr": result.lr,
             "grad_norm": result.grad_norm,
             "tokens_per_s": round(rate, 1),
+            "step_s": _rounded(elapsed),
+            "data_wait_s": _rounded(self._waited),
             **figures,
         })  # fmt: skip
         if result.loss is None:
             self.say(f"step {result.step}: none of its rows has a target; nothing was updated")
-        self._progress(result, rate, figures)
-        self.start_clock()
+        if self._file is not None:
+            self._line.renew(self._parts(result, rate, figures), last=result.step == self._total_steps)
 
     def evaluation(self, *, step: int, loss: float | None) -> None:
         """Write the line of an evaluation."""
@@ -141,19 +161,22 @@ class Metrics:
     def say(self, text: str) -> None:
         """Print one line of its own on rank 0."""
         if self._file is not None:
-            self._end_line()
-            print(text, file=self._stream, flush=True)
+            self._line.say(text)
 
     def sync(self) -> None:
         """Make what was written durable: before a checkpoint that counts on it."""
         if self._file is not None:
             os.fsync(self._file.fileno())
+            if self._trackers is not None:
+                self._trackers.flush()
 
     def close(self) -> None:
-        """Close the file and end the progress line."""
+        """Close the file, end the live line, then the trackers' logs, which may take a while."""
         if self._file is not None and not self._file.closed:
-            self._end_line()
+            self._line.close()
             self._file.close()
+            if self._trackers is not None:
+                self._trackers.close()
 
     def __enter__(self) -> Self:
         return self
@@ -165,32 +188,36 @@ class Metrics:
         if self._file is not None:
             self._file.write(json.dumps(line, allow_nan=False) + "\n")
             self._file.flush()
+            if self._trackers is not None:
+                self._trackers.log(line)
 
-    def _progress(self, result: StepResult, rate: float, figures: dict[str, float]) -> None:
-        if self._file is None:
-            return
-        last = result.step == self._total_steps
-        on_terminal = self._stream.isatty()
-        now = time.perf_counter()
-        if not (on_terminal or last or now - self._printed >= SECONDS_BETWEEN_LINES):
-            return
-        self._printed = now
-        done = result.step - self._first_step
-        left = duration(self._seconds / done * (self._total_steps - result.step))
+    def _parts(self, result: StepResult, rate: float, figures: dict[str, float]) -> list[str]:
+        """Words of the live line. Evaluations and checkpoints so far are in the time that is left."""
+        a_step = (time.perf_counter() - self._begun) / (result.step - self._first_step)
         loss = "-" if result.loss is None else f"{result.loss:.4f}"
-        mfu = f"  MFU {figures['mfu']:.1%}" if "mfu" in figures else ""
-        text = f"step {result.step}/{self._total_steps}  loss {loss}  {rate:,.0f} tokens/s{mfu}  {left} left"
-        if on_terminal:
-            self._stream.write("\r" + text.ljust(self._shown))
-            self._shown = len(text)
-            self._stream.flush()
-        else:
-            print(text, file=self._stream, flush=True)
+        gib = figures["peak_gib"] if "peak_gib" in figures else _resident_bytes() / GIB
+        return [
+            f"step {result.step}/{self._total_steps}",
+            f"loss {loss}",
+            f"{rate:,.0f} tokens/s",
+            *([f"MFU {figures['mfu']:.1%}"] if "mfu" in figures else []),
+            f"{gib:.1f} GiB",
+            f"{duration(a_step * (self._total_steps - result.step))} left",
+        ]
 
-    def _end_line(self) -> None:
-        if self._shown:
-            print(file=self._stream)
-            self._shown = 0
+
+def _rounded(seconds: float) -> float:
+    """To 4 significant digits."""
+    return float(f"{seconds:.4g}")
+
+
+def _resident_bytes() -> int:
+    """Memory of this process now; its most so far where the system tells no more (anywhere but on Linux)."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return most if sys.platform == "darwin" else most * 1024
 
 
 def _open_after(path: Path, step: int) -> TextIO:

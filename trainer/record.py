@@ -4,19 +4,24 @@
     RUN/metrics.jsonl   see trainer.metrics
     RUN/checkpoints/    see trainer.checkpoint
     RUN/export/         a Hugging Face folder
+    RUN/.lock           held by the process that writes here; the file stays, the hold ends with the process
 
-Guarantees: a folder that holds something is never written into unless the run is resumed; a run is resumed with its
-own settings, dataset and model alone, but for those that only extend it or say where and how fast.
+Guarantees: a folder that holds something is never written into unless the run is resumed, by one process at a time; a
+run is resumed with its own settings, dataset and model alone, but for those that only extend it or say where and how
+fast.
 """
 
+import contextlib
 import dataclasses
 import datetime
+import fcntl
 import json
 import os
 import platform
 import re
 import shlex
 import subprocess
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,9 +42,11 @@ RECORD_VERSION = 1
 
 CONFIG = "config.json"
 
+LOCK = ".lock"
+
 FREE_SETTINGS = (
     "shards", "eval_shards", "micro_rows", "steps", "epochs", "eval_every", "save_every", "keep", "out", "resume",
-    "accept_slow_kernels", "recompute", "trace",
+    "accept_slow_kernels", "recompute", "trace", "track",
 )  # fmt: skip
 """Settings that may differ when a run is resumed: the dataset is known by its identity, not its path; the number of
 rows at a time on one rank, as the number of ranks, does not enter the order; the others extend or watch the run."""
@@ -60,10 +67,39 @@ def require_folder(out: Path, *, resume: bool) -> None:
     """
     if resume and not (out / CONFIG).is_file():
         raise ValueError(f"--resume: {out / CONFIG} does not exist, so no run began there. Pass its folder as --out.")
-    if not resume and out.exists() and (not out.is_dir() or any(out.iterdir())):
+    if not resume and out.exists() and (not out.is_dir() or any(path.name != LOCK for path in out.iterdir())):
         raise ValueError(
             f"--out {out} exists and is not empty. Add --resume to go on with the run in it, or choose another --out."
         )
+
+
+@contextlib.contextmanager
+def locked(out: Path, *, say: Callable[[str], None]) -> Iterator[None]:
+    """Hold the folder of a run, making it if need be; a kill frees it too.
+
+    Args:
+        out: the folder.
+        say: takes a warning where the file system has no locks.
+
+    Raises:
+        ValueError: another process holds it.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    with (out / LOCK).open("a+", encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            raise ValueError(
+                f"--out {out}: another process is training there ({file.read().strip()}). Wait until it has ended, or "
+                "stop it, or choose another --out."
+            ) from None
+        except OSError as error:
+            say(f"warning: {out} cannot be locked ({error.strerror}): see to it that no other process trains there")
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {platform.node()}\n")
+        file.flush()
+        yield
 
 
 def describe(
@@ -174,7 +210,8 @@ def command(settings: "DataclassInstance") -> str:
     for name, value in plain(settings).items():
         if value != defaults[name]:
             flag = "--" + name.replace("_", "-")
-            words += [flag] if value is True else [flag, str(value)]
+            each = value if isinstance(value, tuple) else [value]
+            words += [flag] if value is True else [word for one in each for word in (flag, str(one))]
     return shlex.join(words)
 
 

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.shards import PackedDataset
-from trainer import stock, timeline
+from trainer import stock, timeline, tracing
 from trainer.batches import Batch, StepBatches, make_batch
 from trainer.kernels import select
 from trainer.lora import add_adapters
@@ -328,7 +328,7 @@ def stock_loss(model: nn.Module, item: Item) -> Tensor:
 def profile(step: StepFunction, item: Item, *, job: Job, layers: int) -> dict[str, Any]:
     """What one step does on CPU and GPU, from a trace of it."""
     with _trace_path(job, layers) as path:
-        with timeline.tracer(path, first=1, num_steps=1) as trace:
+        with tracing.tracer(path, first=1, num_steps=1) as trace:
             for number in (1, 2):
                 step(item, number)
                 trace.step()

@@ -10,11 +10,13 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import tyro
 
 from trainer import record
 from trainer.memory import Method
 from trainer.optimizer import OptimizerKind
 from trainer.step import Precision, Schedule
+from trainer.trackers import TrackerName
 
 LEAST = {
     "micro_rows": 1, "warmup_steps": 0, "eval_every": 0, "save_every": 0, "keep": 1, "lora_rank": 1, "trace": 0,
@@ -75,6 +77,8 @@ class Settings:
     """How many of the newest checkpoints stay."""
     trace: int = 0
     """Trace that many steps after the first ones with torch's profiler; read it with python -m trainer.timeline."""
+    track: tyro.conf.UseAppendAction[tuple[TrackerName, ...]] = ()
+    """Log to TensorBoard, in the run's folder, or to Weights & Biases as well; may be given once for each."""
     out: Path | None = None
     """Folder of the run. By default runs/DATE-MODEL-DATASET."""
     resume: bool = False

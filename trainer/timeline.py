@@ -4,7 +4,7 @@
     python -m trainer.timeline RUN/trace.json.gz       what each step did on the CPU and on the GPU
     python -m trainer.timeline STOCK OURS              two of them side by side; --json for programs
 
-    trace ── read ──▶ events ── per step ──▶ Step, Step ... ── mean ──▶ table
+    trace ── read ──▶ events ── split ──▶ Work, Work ... ── measure ──▶ Step, Step ... ── mean ──▶ table
 
 A step is an annotation `ProfilerStep#N`; a trace without one counts as one step. Work on the GPU belongs to the step
 that launched it, whenever it ran. A step lasts until its own last work on the GPU or CPU has ended, whichever is
@@ -19,16 +19,17 @@ CPU: its times are for comparing, those of a run without it are the true ones.
 import bisect
 import gzip
 import json
+import math
 import re
 import sys
+import zlib
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any
 
-import torch
 import tyro
 
 Event = dict[str, Any]
@@ -52,46 +53,6 @@ KINDS = (
     ("matrix", re.compile(r"gemm|gemv|wgmma|cutlass|nvjet|cublas|xmma|splitKreduce|sm\d\d_.*(mma|tn|nt|nn)", re.I)),
 )
 """Kind of a kernel by its name, the first that fits; others are `other`."""
-
-
-class Tracer(Protocol):
-    """What the loop calls."""
-
-    def step(self) -> None:
-        """A step has ended."""
-
-
-class _Nothing:
-    def step(self) -> None:
-        """Nothing is traced."""
-
-
-@contextmanager
-def tracer(path: Path | None, *, first: int, num_steps: int) -> Iterator[Tracer]:
-    """Trace ``num_steps`` steps after the ``first`` ones and write them to ``path``, as soon as they are done.
-
-    Args:
-        path: `*.json` or `*.json.gz`; None traces nothing and costs nothing.
-        first: steps before the first one traced, at least 1: the profiler warms up in the last of them.
-        num_steps: how many are traced. Fewer where the loop ends before; no file where it never got there.
-    """
-    if path is None or num_steps < 1:
-        yield _Nothing()
-        return
-    target = path
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    if torch.cuda.is_available():
-        activities.append(torch.profiler.ProfilerActivity.CUDA)
-
-    def write(profiler: torch.profiler.profile) -> None:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        temporary = target.with_name(f".tmp-{target.name}")
-        profiler.export_chrome_trace(str(temporary))
-        temporary.replace(target)
-
-    schedule = torch.profiler.schedule(wait=max(0, first - 1), warmup=1, active=num_steps, repeat=1)
-    with torch.profiler.profile(activities=activities, schedule=schedule, on_trace_ready=write) as profiler:
-        yield profiler
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -147,16 +108,45 @@ def read(path: Path) -> list[Event]:
         raw = path.read_bytes()
         found = json.loads(gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw)
         events = found["traceEvents"] if isinstance(found, dict) else found
-        return [event for event in events if event.get("ph") == "X"]
-    except (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return [_checked(event) for event in events if event.get("ph") == "X"]
+    except (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError, RecursionError, zlib.error) as error:
         raise ValueError(
             f"{path} is no trace of torch's profiler ({type(error).__name__}: {error}). Pass what "
             "export_chrome_trace wrote, for example with python -m trainer.train --trace 3"
         ) from None
 
 
+def _checked(event: Event) -> Event:
+    """The event, if what is read of it is there and of its type."""
+    texts = isinstance(event["name"], str) and isinstance(event.get("cat", ""), str)
+    if not (texts and isinstance(event.get("args", {}), dict) and math.isfinite(event["ts"] + event.get("dur", 0))):
+        raise ValueError(f"an event at {event['ts']!r} is none of the profiler's")
+    return event
+
+
 def analyse(events: Sequence[Event]) -> list[Step]:
     """Every step of a trace, in order. A trace without work has none."""
+    return [measure(work) for work in split(events)]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Work:
+    """The events of one step."""
+
+    window: Interval
+    """Its begin and end, microseconds of the trace's clock."""
+    ops: list[Event]
+    """Operations on the CPU."""
+    calls: list[Event]
+    """Calls into CUDA."""
+    gpu: list[Event]
+    """Kernels, copies and sets."""
+    waits: list[Event]
+    """Calls that wait and scalar reads, each with `where`: the operations around it."""
+
+
+def split(events: Sequence[Event]) -> list[Work]:
+    """The work of every step, in order; none where the trace has none."""
     by_category: dict[str, list[Event]] = defaultdict(list)
     for event in events:
         by_category[event.get("cat", "")].append(event)
@@ -174,9 +164,11 @@ def analyse(events: Sequence[Event]) -> list[Step]:
     ops_of, calls_of = (_by_step(found, starts, marks, lambda e: float(e["ts"])) for found in (ops, calls))
     gpu_of = _by_step(gpu, starts, marks, lambda e: launched.get(_correlation(e), float(e["ts"])))
     windows = _windows(marks, gpu_of)
-    waits = _waits(calls, ops, [*ops, *named])
-    waits_of = _by_step(waits, starts, marks, lambda e: float(e["ts"]))
-    return [_step(windows[i], ops_of[i], calls_of[i], gpu_of[i], waits_of[i]) for i in range(len(marks))]
+    waits_of = _by_step(_waits(calls, ops, [*ops, *named]), starts, marks, lambda e: float(e["ts"]))
+    return [
+        Work(window=windows[i], ops=ops_of[i], calls=calls_of[i], gpu=gpu_of[i], waits=waits_of[i])
+        for i in range(len(marks))
+    ]
 
 
 def _interval(event: Event) -> Interval:
@@ -187,7 +179,9 @@ def _correlation(event: Event) -> Any:
     return event.get("args", {}).get("correlation")
 
 
-def _by_step(events: Iterable[Event], starts: list[float], marks: list[Interval], when: Any) -> list[list[Event]]:
+def _by_step(
+    events: Iterable[Event], starts: list[float], marks: list[Interval], when: Callable[[Event], float]
+) -> list[list[Event]]:
     """Events by the step in whose annotation their time lies; those outside of any are left out."""
     found: list[list[Event]] = [[] for _ in marks]
     for event in events:
@@ -211,7 +205,9 @@ def _windows(marks: list[Interval], gpu_of: list[list[Event]]) -> list[Interval]
     return windows
 
 
-def _step(window: Interval, ops: list[Event], calls: list[Event], gpu: list[Event], waits: list[Event]) -> Step:
+def measure(work: Work) -> Step:
+    """The figures of one step."""
+    window, ops, calls, gpu = work.window, work.ops, work.calls, work.gpu
     busy = union(_interval(event) for event in gpu)
     edges = [window[0], *(t for interval in busy for t in interval), window[1]]
     gaps = [max(0.0, edges[i + 1] - edges[i]) for i in range(0, len(edges), 2)]
@@ -238,10 +234,10 @@ def _step(window: Interval, ops: list[Event], calls: list[Event], gpu: list[Even
         largest_gap_ms=max(gaps) / 1e3,
         kind_ms=dict(kinds),
         kernels=kernels,
-        num_waits=sum(event["name"] in WAITS for event in waits),
-        num_scalar_reads=sum(event["name"] == SCALAR_READ for event in waits),
+        num_waits=sum(event["name"] in WAITS for event in work.waits),
+        num_scalar_reads=sum(event["name"] == SCALAR_READ for event in work.waits),
         num_copies_to_host=sum("DtoH" in event["name"] for event in gpu),
-        waits=dict(Counter(event["where"] for event in waits)),
+        waits=dict(Counter(event["where"] for event in work.waits)),
     )
 
 
@@ -256,6 +252,7 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
     return [(begin, end) for begin, end in merged]
 
 
+@lru_cache(maxsize=4096)  # a trace has tens of thousands of kernels under some hundred names
 def kind(kernel: str) -> str:
     """`matrix`, `attention`, `delta rule` or `other`, by the kernel's name."""
     return next((name for name, pattern in KINDS if pattern.search(kernel)), "other")

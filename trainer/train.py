@@ -13,6 +13,7 @@ moment and any number of times, and resumed; Ctrl-C or a kill leaves no half-wri
 Costs: memory as ``trainer.memory`` says before it begins; 12 bytes a trained parameter on disk for each checkpoint.
 """
 
+import contextlib
 import dataclasses
 import sys
 import time
@@ -23,19 +24,20 @@ import torch
 import tyro
 
 from pipeline.shards import PackedDataset
-from trainer import adapters, checkpoint, lora, memory, record, weights
+from trainer import adapters, checkpoint, lora, memory, record, trackers, weights
 from trainer.batches import Prefetch, Reader, StepBatches
-from trainer.inputs import Inputs, alternatives, check_targets, check_vocabulary, choose_model, open_evaluation
+from trainer.inputs import Inputs, check_memory, check_targets, check_vocabulary, choose_model, open_evaluation
 from trainer.kernels import Kernels, select
+from trainer.liveline import LiveLine
 from trainer.metrics import Metrics, Work, duration, peak_flops
 from trainer.model import Qwen3_5ForCausalLM
 from trainer.optimizer import make_optimizer
 from trainer.plan import Cursor, Plan
 from trainer.settings import Settings, check_settings, recompute_layers, resolve
 from trainer.step import Precision, evaluate, learning_rate, train_step
-from trainer.timeline import tracer
+from trainer.tracing import tracer
 from trainer.warmup import row_counts, warm_up
-from trainer.world import World, barrier, join_world, say
+from trainer.world import World, barrier, join_world, on_rank_0, say
 
 SAMPLE_TOKENIZER_SHA256 = "ea5234817e8cd4d3f69f5198f378d6abc2fe319597459b014c0168a0a5467d22"
 """tokenizer_sha256 of ``data/sample``: its shards train a small built-in configuration without ``--model``."""
@@ -71,6 +73,7 @@ def prepare(settings: Settings, world: World) -> Inputs:
         ValueError: for settings, shards or a model that are wrong, do not fit together, or not into memory.
     """
     check_settings(settings)
+    on_rank_0(world, lambda: trackers.require(settings.track))
     dataset = PackedDataset.open(settings.shards)
     spec = settings.model or dataset.manifest.recipe["tokenizer"]["model"]
     settings = resolve(settings, spec=spec, dataset_id=dataset.manifest.dataset_id, device=world.device)
@@ -79,36 +82,14 @@ def prepare(settings: Settings, world: World) -> Inputs:
     record.require_folder(settings.out, resume=settings.resume)
     eval_dataset = open_evaluation(settings.eval_shards, dataset) if settings.eval_shards else None
     plan = Plan.build(
-        num_rows=len(dataset),
-        seed=settings.seed,
-        rows_per_step=settings.rows_per_step,
-        epochs=settings.epochs,
+        num_rows=len(dataset), seed=settings.seed, rows_per_step=settings.rows_per_step, epochs=settings.epochs,
         steps=settings.steps,
-    )
+    )  # fmt: skip
     config = choose_model(spec, dataset, sample_sha256=SAMPLE_TOKENIZER_SHA256)
     check_vocabulary(config, dataset, spec or "the sample's model")
     check_targets(dataset)
-    manifest = dataset.manifest
     num_recomputed = recompute_layers(settings, num_layers=config.num_hidden_layers)
-    estimate = memory.require(
-        memory.Workload(
-            config=config,
-            max_tokens=manifest.max_tokens,
-            micro_rows=min(settings.micro_rows, settings.rows_per_step),
-            max_segments_per_row=manifest.limits["max_segments_per_row"],
-            method=settings.method,
-            precision=settings.precision,
-            optimizer=settings.optimizer,
-            lora_rank=settings.lora_rank,
-            recompute_layers=num_recomputed,
-            micro_steps=-(-settings.rows_per_step // (settings.micro_rows * world.size)),
-            fused=world.device.type == "cuda",
-            processes=1 if world.device.type == "cuda" else world.local_size,
-        ),
-        available=memory.available_bytes(world.device),
-        where="this GPU" if world.device.type == "cuda" else "this machine",
-        alternatives=alternatives(spec),
-    )
+    estimate = check_memory(settings, config, dataset, world=world, num_recomputed=num_recomputed)
     return Inputs(
         settings=settings, world=world, dataset=dataset, eval_dataset=eval_dataset, config=config, plan=plan,
         estimate=estimate, out=settings.out, precision=settings.precision, recompute_layers=num_recomputed,
@@ -123,30 +104,38 @@ def train(inputs: Inputs) -> None:
     """Build, train, export.
 
     Raises:
-        ValueError: damaged or unfitting weights, other settings than those of the run to resume, divergence.
+        ValueError: another process trains in the folder, damaged or unfitting weights, other settings than those of
+            the run to resume, divergence.
         KeyboardInterrupt: after having said how to go on.
     """
     settings, world = inputs.settings, inputs.world
     kernels = select(world.device, accept_slow=settings.accept_slow_kernels)
     prove(kernels, world.device)
-    begin_record(inputs, kernels)
-    try:
-        torch.manual_seed(settings.seed)  # nothing draws from it yet; checkpoints hold its state
-        model = build_model(inputs, kernels)
-        optimizer = make_optimizer(model, lr=settings.lr, weight_decay=settings.weight_decay, kind=settings.optimizer)
-        step, cursor = start(inputs, model, optimizer)
-        total_steps = step + inputs.plan.steps_left(rows_seen=cursor.rows_seen)
-        if step == total_steps and settings.resume:
-            say(world, f"nothing is left to train: all {total_steps} steps are done")
-        compile_kernels(inputs, model, rows_seen=cursor.rows_seen)
-        path = inputs.out / "metrics.jsonl" if world.rank == 0 else None
-        with Metrics(path, step=step, total_steps=total_steps, work=work(inputs)) as metrics:
-            loop(inputs, model, optimizer, cursor, metrics, step=step, total_steps=total_steps)
-        finish(inputs, model)
-    except KeyboardInterrupt:
-        again = dataclasses.replace(settings, resume=True)
-        say(world, f"\nstopped. {record.how_to_resume(inputs.out, again)}")
-        raise
+    with hold_folder(inputs):
+        begin_record(inputs, kernels)
+        try:
+            torch.manual_seed(settings.seed)  # nothing draws from it yet; checkpoints hold its state
+            model = build_model(inputs, kernels)
+            fit(inputs, model)
+            finish(inputs, model)
+        except KeyboardInterrupt:
+            again = dataclasses.replace(settings, resume=True)
+            say(world, f"\nstopped. {record.how_to_resume(inputs.out, again)}")
+            raise
+
+
+@contextlib.contextmanager
+def hold_folder(inputs: Inputs) -> Iterator[None]:
+    """Keep other processes out of the run's folder. Raises ValueError if one is there, or was a moment ago."""
+    with contextlib.ExitStack() as held:
+
+        def take() -> None:
+            held.enter_context(record.locked(inputs.out, say=lambda text: say(inputs.world, text)))
+            record.require_folder(inputs.out, resume=inputs.settings.resume)
+
+        barrier()  # no rank is still looking whether the folder is empty
+        on_rank_0(inputs.world, take)
+        yield
 
 
 def prove(kernels: Kernels, device: torch.device) -> None:
@@ -241,6 +230,19 @@ def compile_kernels(inputs: Inputs, model: Qwen3_5ForCausalLM, *, rows_seen: int
 # ----------------------------------------------------------------------------------------------- 3. loop
 
 
+def fit(inputs: Inputs, model: Qwen3_5ForCausalLM) -> None:
+    """Train from the newest checkpoint, or from the beginning, to the last step."""
+    settings = inputs.settings
+    optimizer = make_optimizer(model, lr=settings.lr, weight_decay=settings.weight_decay, kind=settings.optimizer)
+    step, cursor = start(inputs, model, optimizer)
+    total_steps = step + inputs.plan.steps_left(rows_seen=cursor.rows_seen)
+    if step == total_steps and settings.resume:
+        say(inputs.world, f"nothing is left to train: all {total_steps} steps are done")
+    compile_kernels(inputs, model, rows_seen=cursor.rows_seen)
+    with open_metrics(inputs, step=step, total_steps=total_steps) as metrics:
+        loop(inputs, model, optimizer, cursor, metrics, step=step, total_steps=total_steps)
+
+
 def loop(
     inputs: Inputs,
     model: Qwen3_5ForCausalLM,
@@ -260,29 +262,44 @@ def loop(
     path = inputs.out / "trace.json.gz" if settings.trace and world.rank == 0 else None
     traced = tracer(path, first=STEPS_BEFORE_TRACE, num_steps=settings.trace)
     with Prefetch(source) as prefetched, traced as trace:
-        metrics.start_clock()
-        for batches in prefetched:
+        for batches in metrics.time_steps(prefetched):
             step += 1
             lr = learning_rate(
                 step, peak=settings.lr, schedule=settings.schedule, warmup_steps=settings.warmup_steps,
                 total_steps=total_steps,
             )  # fmt: skip
             result = train_step(model, optimizer, batches, step=step, lr=lr, clip=settings.clip, device=world.device)
-            trace.step()
             cursor.advance(result.num_rows)
             tokens += result.num_tokens
             metrics.step(result, rows_seen=cursor.rows_seen)
+            trace.step()
             if due(step, settings.eval_every, total_steps):
                 evaluate_all(inputs, model, metrics, step=step)
             if due(step, settings.save_every, total_steps):
                 save(inputs, model, optimizer, cursor, metrics, step=step)
-            metrics.start_clock()
     if step > first:
         elapsed = duration(time.perf_counter() - begun)
         metrics.say(f"{step - first} steps, {tokens:,} tokens of documents in {elapsed}")
     if world.device.type == "cuda":
-        found, expected = torch.cuda.max_memory_allocated(world.device), inputs.estimate.num_bytes
-        metrics.say(f"most memory {found / memory.GIB:.2f} GiB, estimated {expected / memory.GIB:.2f}")
+        say_peak(inputs, metrics)
+
+
+def say_peak(inputs: Inputs, metrics: Metrics) -> None:
+    """Compare the GPU memory that was taken with what was estimated."""
+    found, expected = torch.cuda.max_memory_allocated(inputs.world.device), inputs.estimate.num_bytes
+    metrics.say(f"most memory {found / memory.GIB:.2f} GiB, estimated {expected / memory.GIB:.2f}")
+
+
+def open_metrics(inputs: Inputs, *, step: int, total_steps: int) -> Metrics:
+    """The metrics file, the live line and the trackers on rank 0; the others only keep time."""
+    if inputs.world.rank != 0:
+        return Metrics(None, step=step, total_steps=total_steps)
+    settings, line = inputs.settings, LiveLine(sys.stderr)
+    tracked = trackers.Trackers(
+        settings.track, out=inputs.out, step=step, settings=record.plain(settings), say=line.say
+    )
+    path = inputs.out / "metrics.jsonl"
+    return Metrics(path, step=step, total_steps=total_steps, work=work(inputs), line=line, trackers=tracked)
 
 
 def work(inputs: Inputs) -> Work:
@@ -307,12 +324,9 @@ def reader(inputs: Inputs, dataset: PackedDataset) -> Reader:
     """This rank's reader of a dataset."""
     world = inputs.world
     return Reader(
-        dataset=dataset,
-        rank=world.rank,
-        world_size=world.size,
-        micro_rows=inputs.settings.micro_rows,
+        dataset=dataset, rank=world.rank, world_size=world.size, micro_rows=inputs.settings.micro_rows,
         pin=world.device.type == "cuda",
-    )
+    )  # fmt: skip
 
 
 def evaluate_all(inputs: Inputs, model: Qwen3_5ForCausalLM, metrics: Metrics, *, step: int) -> None:

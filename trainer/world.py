@@ -6,7 +6,7 @@ Guarantees: after an error in one process the others end too (torchrun sees its 
 import contextlib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -56,6 +56,24 @@ def all_sum(values: list[int], *, device: torch.device) -> list[int]:
     tensor = torch.tensor(values, dtype=torch.int64, device=device)
     dist.all_reduce(tensor)
     return [int(value) for value in tensor.tolist()]
+
+
+def on_rank_0(world: World, act: Callable[[], object]) -> None:
+    """Do something on rank 0 alone, while the others wait for it.
+
+    Raises:
+        ValueError: on all ranks, what ``act`` raised as a ValueError or OSError.
+    """
+    raised = [""]
+    if world.rank == 0:
+        try:
+            act()
+        except (ValueError, OSError) as error:
+            raised = [str(error)]
+    if dist.is_initialized():
+        dist.broadcast_object_list(raised)
+    if raised[0]:
+        raise ValueError(raised[0])
 
 
 def barrier() -> None:

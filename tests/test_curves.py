@@ -35,7 +35,7 @@ def curve(shards: Path, model: str, folder: Path, variant: str, **changes: Any) 
     fields: dict[str, Any] = {
         "variant": variant, "shards": shards, "model": model, "num_layers": 4, "steps": 5, "fp32_steps": 2,
         "rows_per_step": 2, "lr": 3e-3, "warmup_steps": 2, "seed": 0, "time_box": 600.0, "device": "cpu",
-        "precision": "fp32", "stock_fused": False, "out": folder / f"{variant}.jsonl",
+        "precision": "fp32", "out": folder / f"{variant}.jsonl",
     }  # fmt: skip
     given = curves.Job(**(fields | changes))
     assert curves.run(given)["status"] == ("out of time" if given.time_box == 0 else "ok")
@@ -45,7 +45,10 @@ def curve(shards: Path, model: str, folder: Path, variant: str, **changes: Any) 
 def test_ours_packed_and_unpacked_and_transformers_padded_have_one_loss_curve(
     shards: Path, tiny: str, tmp_path: Path
 ) -> None:
-    found = {name: curve(shards, tiny, tmp_path, name) for name in ("ours_packed", "stock_padded", "ours_unpacked")}
+    found = {
+        name: curve(shards, tiny, tmp_path, name)
+        for name in ("ours_packed", "stock_padded", "fused_padded", "ours_unpacked")
+    }
     ours = found["ours_packed"]
     assert len(ours) == 5
     assert ours[0] - min(ours) > 0.01  # they move
@@ -62,7 +65,7 @@ def test_sorting_changes_the_steps(shards: Path, tiny: str, tmp_path: Path) -> N
     assert found != pytest.approx(ours, abs=1e-4)
     given = curves.Job(
         variant="sorted_padded", shards=shards, model=tiny, num_layers=4, steps=50, fp32_steps=1, rows_per_step=2, lr=0,
-        warmup_steps=0, seed=0, time_box=1, device="cpu", precision="fp32", stock_fused=False, out=tmp_path,
+        warmup_steps=0, seed=0, time_box=1, device="cpu", precision="fp32", out=tmp_path,
     )  # fmt: skip
     for group in curves.steps_of_documents(given, PackedDataset.open(shards)):
         lengths = [len(d.input_ids) for d in group]

@@ -112,8 +112,6 @@ class Curves(Common):
     """Steps of the fp32 variants, which run on the CPU's references and are slow."""
     seed: int = 0
     """Of weights and order."""
-    stock_fused: bool = False
-    """Let transformers' model use fla and causal-conv1d in bf16; else its torch fallbacks serve."""
     at_once: int = 1
     """How many variants train at the same time on the one device: their times do not count, their memory adds up."""
     time_box: float = 120.0
@@ -190,7 +188,7 @@ def run_curves(settings: Curves, command: str) -> int:
             variant=name, shards=settings.shards, model=settings.model, num_layers=settings.num_layers,
             steps=settings.steps, fp32_steps=settings.fp32_steps, rows_per_step=settings.rows_per_step, lr=settings.lr,
             warmup_steps=settings.warmup_steps, seed=settings.seed, time_box=settings.time_box, device=settings.device,
-            precision=settings.precision, stock_fused=settings.stock_fused, out=lines,
+            precision=settings.precision, out=lines,
         )  # fmt: skip
         found = in_a_process("trainer.curves", asdict(job), timeout=settings.time_box + 180)
         return {**found, "file": lines.name, "command": command, "commit": commit}

@@ -2,6 +2,7 @@
 
     ours_packed          packed rows, as the trainer trains
     stock_padded         transformers' model and loss, the same documents padded, torch's AdamW
+    fused_padded         the same with fla and causal-conv1d in transformers' model: what is a kernel's, what is ours
     ours_unpacked        every document a micro-batch of its own in the same optimizer step: the same gradient
     sorted_padded        transformers again, each step documents of one length: what sorting does, not expected to agree
     *_noise, *_noise_2   from weights moved by one rounding, one way or another: how far bf16 alone lets curves drift
@@ -9,8 +10,8 @@
 
 All but sorted_padded take the same documents in the same steps, with the same learning rates, clipping and first
 weights (ours, drawn on the CPU, rounded to bf16 for all). In bf16 both models have bf16 weights with fp32 masters, ours
-by trainer.optimizer, transformers' by torch's AdamW; by default transformers runs on its torch fallbacks, so that the
-two sides share neither kernels nor loss nor optimizer.
+by trainer.optimizer, transformers' by torch's AdamW. But for fused_padded, transformers runs on its torch fallbacks, so
+that the two sides share neither kernels nor loss nor optimizer.
 
 Guarantees: a curve is written step by step, so that one cut short is as long as it got.
 Costs: bf16 curves as training does; fp32 ones run on references, many times slower.
@@ -40,8 +41,8 @@ from trainer.step import Precision, learning_rate, train_step
 from trainer.stock import Document
 
 VARIANTS = (
-    "ours_packed", "stock_padded", "ours_packed_noise", "ours_packed_noise_2", "stock_padded_noise", "ours_unpacked",
-    "sorted_padded", "ours_packed_fp32", "stock_padded_fp32",
+    "ours_packed", "stock_padded", "fused_padded", "ours_packed_noise", "ours_packed_noise_2", "stock_padded_noise",
+    "ours_unpacked", "sorted_padded", "ours_packed_fp32", "stock_padded_fp32",
 )  # fmt: skip
 
 WINDOW = 10
@@ -92,8 +93,6 @@ class Job:
     """cuda or cpu."""
     precision: Precision
     """Of all but the fp32 variants."""
-    stock_fused: bool
-    """Whether transformers may use fla and causal-conv1d; without them it has nothing in common with ours."""
     out: Path
     """The curve: JSON lines with step, loss, lr, seconds."""
 
@@ -206,8 +205,10 @@ def alone_in_a_row(document: Document, *, like: Row) -> Row:
 
 def _stock(job: Job, precision: Precision) -> Step:
     config, device = _config(job), torch.device(job.device)
-    if precision == "fp32" or not job.stock_fused:  # the fused kernels compute in bf16
+    if job.variant != "fused_padded":
         stock.without_fused_kernels()
+    elif device.type == "cuda" and not stock.fused_kernels_in_use():
+        raise ValueError(f"fused_padded: install {' and '.join(stock.FUSED)}")
     source = first_weights(job, config)
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     model = stock.build_stock(config, device=device, dtype=dtype, seed=0)

@@ -38,7 +38,10 @@ def join_world() -> Iterator[World]:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
     if size > 1:
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        if device.type == "cuda":
+            dist.init_process_group("nccl", device_id=device)  # else a barrier has to guess the GPU
+        else:
+            dist.init_process_group("gloo")
     yield World(rank=rank, size=size, local_size=local_size, device=device)
     if size > 1:  # after an error the others may be waiting in a call: ending the process is what frees them
         dist.destroy_process_group()

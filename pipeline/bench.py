@@ -3,11 +3,11 @@
     python -m pipeline.bench --source CHATS.parquet --tokenizer FOLDER --record-dir data/records
 
 One run, one machine: packs into a temporary folder with an empty cache, verifies every invariant, packs again at
-another row length from the cache, recognises the finished dataset, opens and reads it, and takes the usual path
-(``pipeline.reference``) with one process and with as many as there are cores. Each is a process of its own. Chats a
-second are the difference between a large and a small run, so that start-up cancels. Peak memory is the sum over all
-processes, sampled five times a second: of their resident sets (a shared page counts in each), and of their
-proportional ones. Takes some 4 minutes on 2 cores at ultrachat's size.
+another row length from the cache, recognises the finished dataset, reports on it (with the extra "report"), opens and
+reads it, and takes the usual path (``pipeline.reference``) with one process and with as many as there are cores. Each
+is a process of its own. Chats a second are the difference between a large and a small run, so that start-up cancels.
+Peak memory is the sum over all processes, sampled five times a second: of their resident sets (a shared page counts in
+each), and of their proportional ones. Takes some 4 minutes on 2 cores at ultrachat's size.
 """
 
 import json
@@ -22,6 +22,7 @@ import time
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from pipeline.bounds import lower_bound
 from pipeline.manifest import Manifest
 from pipeline.shards import Int64, PackedDataset
 
-PACKAGES = ("datasets", "fastokens", "numpy", "pyarrow", "tokenizers", "transformers", "trl")
+PACKAGES = ("datasets", "fastokens", "numpy", "polars", "pyarrow", "tokenizers", "transformers", "trl")
 ROWS_TO_READ = 4096
 
 Figures = dict[str, tuple[float, str]]
@@ -67,6 +68,8 @@ class Settings:
 def main() -> int:
     """The command line. Returns the exit status."""
     settings = tyro.cli(Settings, prog="python -m pipeline.bench")
+    if find_spec("polars") is None:
+        raise SystemExit('the report is measured too: install the extra "report", python -m pip install ".[report]"')
     with tempfile.TemporaryDirectory(dir=settings.scratch) as scratch:
         figures = measure(settings, Path(scratch))
     has_trl = "reference_fill" in figures or not settings.reference_chats[1]
@@ -101,6 +104,7 @@ def measure(settings: Settings, scratch: Path) -> Figures:
     small = max(1, num_chats // 10)
     part = _run([*pack_, "--limit", str(small), "--cache-dir", str(scratch / "c2"), "--out", str(scratch / "part")])
     again = _run([*pack_, "--cache-dir", str(cache), "--out", str(two), "--max-tokens", str(settings.again_tokens)])
+    report = _run(["pipeline.report", str(one), "--out", str(scratch / "report.html")])
     if full.seconds - part.seconds < 1:
         raise SystemExit(f"{num_chats} chats take hardly longer than {small} do: measure with a larger --source")
     rate = (num_chats - small) / (full.seconds - part.seconds)
@@ -115,6 +119,9 @@ def measure(settings: Settings, scratch: Path) -> Figures:
         "repack_peak_rss_gib": (_gib(again.rss), "GiB, sum over processes"),
         "recognise_seconds": (round(statistics.median(_run(first).seconds for _ in range(3)), 2), "s, median of 3"),
         "verify_semantic_seconds": (round(_run(["pipeline.verify", str(one), "--semantic"]).seconds, 1), "s"),
+        "report_seconds": (round(report.seconds, 1), "s, table and page"),
+        "report_peak_rss_gib": (_gib(report.rss), "GiB, mapped files and libraries counted"),
+        "report_page_bytes": ((scratch / "report.html").stat().st_size, "bytes"),
         "cache_bytes": (_size(cache), "bytes"),
     }
     figures |= _dataset_figures(one, manifest)

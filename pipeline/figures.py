@@ -3,28 +3,69 @@
     figures = measure(PackedDataset.open("data/packed"))
 
 Guarantees: every figure comes from the rows and from ``rejects.jsonl``, none from the manifest.
-Costs: boundaries and masks of one shard at a time, never token ids; 40 bytes of memory a piece. Needs polars.
+Costs: one pass over the rows (``pipeline.scan``) and 150 bytes of memory a piece. Needs polars.
 """
 
 from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import pyarrow as pa
+import numpy as np
 
 from pipeline.accounts import read_lines
 from pipeline.assemble import piece_width
 from pipeline.bounds import lower_bound
-from pipeline.manifest import Manifest, damaged
-from pipeline.progress import Progress
+from pipeline.copies import Copies, documents, identical_documents, repeated_openings
+from pipeline.manifest import Manifest
+from pipeline.scan import ROLES, open_dataset_tokenizer, scan
 from pipeline.shards import PackedDataset
+from pipeline.signs import Extremes, Sign, extremes, find_signs
 from pipeline.source import Reject
 
 if TYPE_CHECKING:
     import polars as pl
 
-_BYTES = (OSError, UnicodeError)  # what wrong bytes raise beside the libraries' own; polars panics on some
-TOKENS_AT_ONCE = 1 << 21  # of which the running sum of targets is held
+PERCENTILES = (0, 1, 5, 25, 50, 75, 95, 99, 100)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Role:
+    """What is said in the turns of one role."""
+
+    name: str
+    """One of ``pipeline.scan.ROLES``."""
+    turns: int
+    """How many."""
+    tokens: int
+    """Of those turns, header and line break behind them included."""
+    targets: int
+    """Of the tokens."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Way:
+    """What one way to lay the same pieces into rows of T tokens costs."""
+
+    name: str
+    """How they are laid."""
+    rows: int
+    """It needs."""
+    padding: int
+    """rows * T - tokens."""
+    cut: int
+    """Pieces that the end of a row cuts in two."""
+    fill: float
+    """tokens / (rows * T); 0 without rows."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Spread:
+    """How values are spread."""
+
+    mean: float
+    """Their mean."""
+    at: dict[int, float]
+    """Percentile -> the value of that rank; 0 is the least, 100 the greatest."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,7 +75,9 @@ class Figures:
     manifest: Manifest
     """The dataset's."""
     pieces: "pl.DataFrame"
-    """One line a piece: row, doc_id, piece, tokens, targets (int64)."""
+    """One line a piece, as ``scan`` gives them."""
+    rows: "pl.DataFrame"
+    """One line a row, the same."""
     kinds: list[tuple[str, int, list[int]]]
     """What happened to documents: kind with its reason, how many, the first few doc_ids."""
     tool_tags: int
@@ -44,9 +87,23 @@ class Figures:
     totals: dict[str, Any]
     """rows, pieces, documents, tokens, targets, padding; truncated, split, escaped; rejected by reason."""
     limits: dict[str, int]
-    """max_segments_per_row, max_segment_tokens, sum_of_squared_lengths."""
+    """max_segments_per_row, max_segment_tokens, max_token_id, sum_of_squared_lengths."""
     histograms: dict[str, dict[str, Any]]
     """piece_tokens and pieces_per_row."""
+    spreads: dict[str, Spread]
+    """piece_tokens, pieces_per_row and target_share (of a piece's tokens); none where there is no piece."""
+    roles: list[Role]
+    """Those that occur."""
+    ways: list[Way]
+    """These rows, one document a row, concatenation."""
+    identical: Copies
+    """Documents of the same token ids."""
+    repeated: Copies
+    """Documents that open alike."""
+    signs: list[Sign]
+    """What makes rows suspicious."""
+    ends: Extremes
+    """The longest and the shortest rows."""
 
 
 def measure(dataset: PackedDataset) -> Figures:
@@ -62,82 +119,86 @@ def measure(dataset: PackedDataset) -> Figures:
         raise ValueError(
             'a report needs polars: install the extra "report", python -m pip install ".[report]"'
         ) from None
-    manifest, pieces = dataset.manifest, read_pieces(dataset)
-    rows = pieces.group_by("row").agg(pl.len().cast(pl.Int64).alias("pieces"), pl.col("tokens").sum())
-    tails = manifest.max_tokens - rows["tokens"]
-    tokens, lines = pieces["tokens"], read_lines(dataset.path / "rejects.jsonl")
+    found, lines = scan(dataset, open_dataset_tokenizer(dataset)), read_lines(dataset.path / "rejects.jsonl")
+    pieces, rows, max_tokens = found.pieces, found.rows, dataset.manifest.max_tokens
+    tokens, tails, whole = pieces["tokens"], max_tokens - rows["tokens"], documents(pieces)
     kinds, tool_tags = _kinds(lines)
-    total = int(tokens.sum())
     return Figures(
-        manifest=manifest, pieces=pieces, kinds=kinds, tool_tags=tool_tags,
-        least_rows=lower_bound(tokens.to_numpy(), max_tokens=manifest.max_tokens),
-        totals={
-            "rows": len(dataset), "pieces": len(pieces), "documents": pieces["doc_id"].n_unique(), "tokens": total,
-            "targets": int(pieces["targets"].sum()), "padding": len(dataset) * manifest.max_tokens - total,
-            **{kind: sum(line.what == kind for line in lines) for kind in ("truncated", "split", "escaped")},
-            "rejected": dict(Counter(line.reason for line in lines if line.what == "rejected")),
-        },
+        manifest=dataset.manifest, pieces=pieces, rows=rows, kinds=kinds, tool_tags=tool_tags,
+        least_rows=lower_bound(tokens.to_numpy(), max_tokens=max_tokens),
+        totals=_totals(pieces, lines, num_rows=len(dataset), num_documents=whole.height, max_tokens=max_tokens),
         limits={
             "max_segments_per_row": _most(rows["pieces"] + (tails > 0).cast(pl.Int64)),
             "max_segment_tokens": max(_most(tokens), _most(tails)),
+            "max_token_id": found.max_token_id,
             "sum_of_squared_lengths": int((tokens * tokens).sum()),
         },
         histograms={
-            "piece_tokens": _histogram(tokens, piece_width(manifest.max_tokens)),
-            "pieces_per_row": _histogram(rows["pieces"], 1),
+            "piece_tokens": histogram(tokens, piece_width(max_tokens)),
+            "pieces_per_row": histogram(rows["pieces"], 1),
         },
+        spreads=_spreads(pieces, rows),
+        roles=[Role(name=name, turns=turns, tokens=num, targets=targets)
+               for name, (turns, num, targets) in zip(ROLES, found.roles.tolist(), strict=True) if num],
+        ways=_ways(pieces, num_rows=len(dataset), max_tokens=max_tokens),
+        identical=identical_documents(whole), repeated=repeated_openings(whole),
+        signs=find_signs(rows, pieces, [line.doc_id for line in lines if line.what == "escaped"]),
+        ends=extremes(rows, pieces),
     )  # fmt: skip
 
 
-def read_pieces(dataset: PackedDataset) -> "pl.DataFrame":
-    """One line a piece, in row order: row, doc_id, piece, tokens, targets.
+def _totals(
+    pieces: "pl.DataFrame", lines: list[Reject], *, num_rows: int, num_documents: int, max_tokens: int
+) -> dict[str, Any]:
+    tokens = int(pieces["tokens"].sum())
+    return {
+        "rows": num_rows, "pieces": len(pieces), "documents": num_documents, "tokens": tokens,
+        "targets": int(pieces["targets"].sum()), "padding": num_rows * max_tokens - tokens,
+        **{kind: sum(line.what == kind for line in lines) for kind in ("truncated", "split", "escaped")},
+        "rejected": dict(Counter(line.reason for line in lines if line.what == "rejected")),
+    }  # fmt: skip
 
-    Raises:
-        DatasetError: naming a shard that cannot be read, or whose pieces do not go together.
+
+def histogram(values: "pl.Series", width: int) -> dict[str, Any]:
+    """As the manifest's: counts from bar 0 to the last that holds anything."""
+    held = dict((values // width).value_counts(name="num").iter_rows())
+    return {"width": width, "counts": [held.get(i, 0) for i in range(max(held, default=-1) + 1)]}
+
+
+def _spreads(pieces: "pl.DataFrame", rows: "pl.DataFrame") -> dict[str, Spread]:
+    if not len(pieces):
+        return {}
+    shares = pieces["targets"] / pieces["tokens"]
+    named = {"piece_tokens": pieces["tokens"], "pieces_per_row": rows["pieces"], "target_share": shares}
+    return {
+        name: Spread(
+            mean=float(np.mean(values.to_numpy())),
+            at={p: values.quantile(p / 100, interpolation="nearest") or 0 for p in PERCENTILES},
+        )
+        for name, values in named.items()
+    }
+
+
+def _ways(pieces: "pl.DataFrame", *, num_rows: int, max_tokens: int) -> list[Way]:
+    """What these rows, one piece a row, and cutting all of them end to end every T tokens cost.
+
+    Worked example of the last, T = 8: pieces of 5, 4 and 6 tokens, in the order of their documents, hold the places
+    0 to 4, 5 to 8 and 9 to 14: 2 rows; the second piece begins in row 5 // 8 = 0 and ends in row 8 // 8 = 1: 1 is cut.
     """
-    import polars as pl
+    tokens = pieces.sort("doc_id", "piece")["tokens"].to_numpy()
+    total, ends = int(tokens.sum()), np.cumsum(tokens)
+    cut = int(((ends - tokens) // max_tokens != (ends - 1) // max_tokens).sum())
 
-    names = ("row", "doc_id", "piece", "tokens", "targets")
-    parts, first_row, max_tokens = [pl.DataFrame(schema=dict.fromkeys(names, pl.Int64))], 0, dataset.manifest.max_tokens
-    progress = Progress("report", len(dataset), "rows")
-    for number, shard in enumerate(dataset.manifest.files["shards"]):
-        path = dataset.path / shard["name"]
-        try:
-            dataset._open_shard(number)  # its footer
-            held = pl.read_ipc(path, columns=["loss_mask", "boundaries", "doc_ids", "pieces"])
-            if held.height != shard["rows"]:
-                raise damaged(str(path), f"{shard['rows']} rows", str(held.height))
-            for part in held.iter_slices(max(1, TOKENS_AT_ONCE // max_tokens)):
-                parts.append(_pieces_of(part, first_row, max_tokens))
-                first_row += part.height
-                if not parts[-1]["tokens"].is_between(1, max_tokens).all():
-                    raise damaged(str(path), f"pieces of 1 to {max_tokens} tokens", "others")
-        except (pl.exceptions.PolarsError, pl.exceptions.PanicException, pa.ArrowException, *_BYTES) as error:
-            raise damaged(str(path), "rows of pieces", f"unreadable bytes ({type(error).__name__})") from None
-        progress.add(shard["rows"])
-    progress.close()
-    return pl.concat(parts)
+    def way(name: str, rows: int, cut: int) -> Way:
+        capacity = rows * max_tokens
+        fill = total / capacity if rows else 0.0
+        return Way(name=name, rows=rows, padding=capacity - total, cut=cut, fill=fill)
 
-
-def _pieces_of(part: "pl.DataFrame", first_row: int, max_tokens: int) -> "pl.DataFrame":
-    """The pieces of some rows.
-
-    A piece's targets are a difference of the running sum of the mask. Worked example, T = 4: masks 0101 0111 sum up to
-    0 0 1 1 2 2 3 4 5; row 1's piece from token 1 to 3 has sums[4 + 3] - sums[4 + 1] = 4 - 2 = 2.
-    """
-    import polars as pl
-
-    num, bounds = pl.col("doc_ids").list.len(), pl.col("boundaries")
-    lists = part.select(
-        pl.int_range(pl.len()).alias("row"), pl.col("doc_ids").alias("doc_id"), pl.col("pieces").alias("piece"),
-        bounds.list.head(num).alias("start"), bounds.list.slice(1, num).alias("stop"),
-    )  # fmt: skip
-    pieces = lists.explode("doc_id", "piece", "start", "stop").drop_nulls().cast(pl.Int64)
-    sums = pl.concat([pl.Series([0], dtype=pl.Int64), part["loss_mask"].explode().cast(pl.Int64).cum_sum()])
-    offset = pieces["row"] * max_tokens
-    targets = sums.gather(offset + pieces["stop"]) - sums.gather(offset + pieces["start"])
-    tokens = pl.col("stop") - pl.col("start")
-    return pieces.select(pl.col("row") + first_row, "doc_id", "piece", tokens.alias("tokens"), targets.alias("targets"))
+    return [
+        way("these rows", num_rows, 0),
+        way("one document a row", len(tokens), 0),
+        way("concatenation", -(-total // max_tokens), cut),
+    ]
 
 
 def _kinds(lines: list[Reject]) -> tuple[list[tuple[str, int, list[int]]], int]:
@@ -157,9 +218,3 @@ def _kinds(lines: list[Reject]) -> tuple[list[tuple[str, int, list[int]]], int]:
 
 def _most(values: "pl.Series") -> int:
     return max(values.to_list(), default=0)
-
-
-def _histogram(values: "pl.Series", width: int) -> dict[str, Any]:
-    """As the manifest's: counts from bar 0 to the last that holds anything."""
-    held = dict((values // width).value_counts(name="num").iter_rows())
-    return {"width": width, "counts": [held.get(i, 0) for i in range(max(held, default=-1) + 1)]}

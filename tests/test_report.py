@@ -1,20 +1,23 @@
-"""What a report says is counted by hand here, agrees with the manifest, and its page is inert."""
+"""What a report says is counted by hand here and agrees with the manifest; the command does what its help says."""
 
+import json
 import re
 import sys
-from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from pipeline.figures import TOKENS_AT_ONCE, Figures, measure
+from pipeline.figures import Figures, measure
 from pipeline.manifest import DatasetError
-from pipeline.report import as_html, as_text, looks_odd, main, report
+from pipeline.oddities import looks_odd
+from pipeline.report import as_text, main
+from pipeline.sections import parts
 from pipeline.shards import PackedDataset
 from pipeline.verify import verify_hashes, verify_semantics
 from tests.forge import forge, make_dataset
-from tests.packed import Piece, make_packed, random_rows
+from tests.packed import Piece, make_packed, with_byte_tokenizer
 
 LONG, SHORT, FULL = (
     (7, [5] * 6, [False, True] * 3),
@@ -40,62 +43,37 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     return main()
 
 
-class Tags(HTMLParser):
-    """Names, attributes and text of a page."""
-
-    def __init__(self, page: str) -> None:
-        super().__init__()
-        self.names: list[str] = []
-        self.attributes: list[tuple[str, str | None]] = []
-        self.open: list[str] = []
-        self.feed(page)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.names.append(tag)
-        self.attributes += attrs
-        self.open += [] if tag == "meta" else [tag]
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
+def by_hand(path: Path, rows: list[list[Piece]], *, max_tokens: int = 10, **settings: Any) -> Path:
+    """A dataset of these rows with a tokenizer of bytes."""
+    return with_byte_tokenizer(make_packed(path, rows, max_tokens=max_tokens, **settings))
 
 
 # --------------------------------------------------------------------------------------------- figures
 
 
 def test_pieces_and_their_targets_are_those_laid_down_by_hand(tmp_path: Path) -> None:
-    pieces = figures_of(make_packed(tmp_path / "d", BY_HAND, max_tokens=10)).pieces
-    assert pieces.rows() == [(0, 7, 0, 6, 3), (0, 9, 0, 3, 1), (1, 4, 0, 10, 9), (2, 9, 0, 3, 1)]
+    pieces = figures_of(by_hand(tmp_path / "d", BY_HAND)).pieces
+    assert pieces.select("row", "doc_id", "piece", "tokens", "targets").rows() == [
+        (0, 7, 0, 6, 3),
+        (0, 9, 0, 3, 1),
+        (1, 4, 0, 10, 9),
+        (2, 9, 0, 3, 1),
+    ]
 
 
 def test_totals_limits_histograms_and_the_bound_are_those_counted_by_hand(tmp_path: Path) -> None:
-    f = figures_of(make_packed(tmp_path / "d", BY_HAND, max_tokens=10))
+    f = figures_of(by_hand(tmp_path / "d", BY_HAND))
     rows = {"rows": 3, "pieces": 4, "documents": 3, "tokens": 22, "targets": 14, "padding": 8}
     assert f.totals == rows | {"truncated": 0, "split": 0, "escaped": 0, "rejected": {}}
-    assert f.limits == {"max_segments_per_row": 3, "max_segment_tokens": 10, "sum_of_squared_lengths": 154}
+    assert f.limits == {"max_segments_per_row": 3, "max_segment_tokens": 10, "max_token_id": 7,
+                        "sum_of_squared_lengths": 154}  # fmt: skip
     assert f.histograms["piece_tokens"] == {"width": 1, "counts": [0, 0, 0, 2, 0, 0, 1, 0, 0, 0, 1]}
     assert f.histograms["pieces_per_row"] == {"width": 1, "counts": [0, 2, 1]}
     assert f.least_rows == 3
 
 
 def test_the_longest_segment_may_be_padding(tmp_path: Path) -> None:
-    assert figures_of(make_packed(tmp_path / "d", [[SHORT]], max_tokens=10)).limits["max_segment_tokens"] == 7
-
-
-@pytest.mark.parametrize("compression", [None, "zstd"])
-@pytest.mark.parametrize("max_tokens", [64, 61])
-def test_pieces_of_many_shards_are_those_that_the_rows_hold(
-    tmp_path: Path, max_tokens: int, compression: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("pipeline.figures.TOKENS_AT_ONCE", 3 * max_tokens)  # slices end within shards
-    rows = random_rows(num_rows=21, max_tokens=max_tokens, vocab_size=90)
-    path = make_packed(tmp_path / "d", rows, max_tokens=max_tokens, rows_in_shard=8, compression=compression)
-    found = figures_of(path).pieces.rows()
-    assert found == [
-        (i, int(row.doc_ids[j]), int(row.pieces[j]), int(stop - start), int(row.loss_mask[start:stop].sum()))
-        for i, row in enumerate(PackedDataset.open(path))
-        for j, (start, stop) in enumerate(zip(row.boundaries[: len(row.doc_ids)], row.boundaries[1:], strict=False))
-    ]
-    assert TOKENS_AT_ONCE >= 1 << 20
+    assert figures_of(by_hand(tmp_path / "d", [[SHORT]])).limits["max_segment_tokens"] == 7
 
 
 @pytest.mark.parametrize("overflow", ["split", "truncate", "drop"])
@@ -114,40 +92,48 @@ def test_statistics_of_a_packed_dataset_are_its_manifests(tmp_path: Path, overfl
 
 def test_percentiles_are_values_that_occur(tmp_path: Path) -> None:
     rows: list[list[Piece]] = [[(n, [5] * n, [False] + [True] * (n - 1))] for n in range(2, 102)]
-    f = figures_of(make_packed(tmp_path / "d", rows, max_tokens=101))
-    lines = dict(next(section.lines for section in report(f) if section.title == "Piece lengths, tokens"))
+    f = figures_of(by_hand(tmp_path / "d", rows, max_tokens=101))
+    lines = dict(next(part.lines for part in parts(f) if part.title == "Piece lengths, tokens"))
     lengths = np.arange(2, 102)
     assert (lines["least"], lines["most"], lines["mean"]) == ("2", "101", "51.5")
-    for name, p in (("5 %", 5), ("median", 50), ("95 %", 95)):
+    for name, p in (("5%", 5), ("median", 50), ("95%", 95)):
         assert abs(int(lines[name]) - np.percentile(lengths, p)) <= 0.5
 
 
-def test_shards_that_cannot_be_read_are_named(tmp_path: Path) -> None:
-    path = make_packed(tmp_path / "d", BY_HAND, max_tokens=10) / "shard-00000.arrow"
-    path.chmod(0o644)
-    path.write_bytes(bytes(path.stat().st_size))
-    with pytest.raises(DatasetError, match="shard-00000"):
-        figures_of(path.parent)
+def test_other_ways_to_fill_rows_cost_what_laying_them_out_costs(tmp_path: Path) -> None:
+    f = figures_of(by_hand(tmp_path / "d", BY_HAND))
+    # By doc_id: 10 tokens, 6, 3, 3: the second row of concatenation is 6 + 3 + 1, so one document is cut.
+    assert [(w.name, w.rows, w.padding, w.cut) for w in f.ways] == [
+        ("these rows", 3, 8, 0),
+        ("one document a row", 4, 18, 0),
+        ("concatenation", 3, 8, 1),
+    ]
+    assert [w.fill for w in f.ways] == [22 / 30, 22 / 40, 22 / 30]
 
 
-def test_boundaries_that_fall_are_an_error_rather_than_a_figure(tmp_path: Path, packed: Path) -> None:
-    def swap(rows: list[dict[str, list[int]]]) -> None:
-        rows[0]["boundaries"][1] += 1000
+@pytest.mark.parametrize("part", [{"source": [{}]}, {"tokenizer": {}}, {"encode": {}}, {"pack": 1}, {"shards": []}])
+def test_a_recipe_that_lacks_a_field_is_an_error(tmp_path: Path, packed: Path, part: dict[str, Any]) -> None:
+    f = figures_of(forge(packed, tmp_path / "d", body=lambda body: body["recipe"].update(part)))
+    with pytest.raises(DatasetError, match="a recipe with every field"):
+        parts(f)
 
-    with pytest.raises(DatasetError, match="shard-00000"):
-        figures_of(forge(packed, tmp_path / "d", rows=swap))
+
+def test_rejects_that_are_not_counted_are_an_error(tmp_path: Path, packed: Path) -> None:
+    f = figures_of(forge(packed, tmp_path / "d", body=lambda body: body["totals"].update(rejected={"no_target": "x"})))
+    with pytest.raises(DatasetError, match=r"totals\.rejected: expected a count for each reason"):
+        parts(f)
 
 
 # ----------------------------------------------------------------------------------------- what is said
 
 
 def test_a_full_dataset_with_many_targets_has_nothing_odd(tmp_path: Path) -> None:
-    assert list(looks_odd(figures_of(make_packed(tmp_path / "d", [[FULL]] * 3, max_tokens=10)))) == []
+    assert list(looks_odd(figures_of(by_hand(tmp_path / "d", [[FULL]] * 3)))) == []
 
 
 def test_few_targets_and_padding_look_odd(tmp_path: Path) -> None:
     piece = (1, [5] * 30, [False] * 29 + [True])
-    odd = list(looks_odd(figures_of(make_packed(tmp_path / "d", [[piece]], max_tokens=40))))
+    odd = list(looks_odd(figures_of(by_hand(tmp_path / "d", [[piece]], max_tokens=40))))
     assert odd == [
         "Only 3.3% of the tokens are targets: look at the roles of the messages and at --targets.",
         "The fill is only 75.00%: no packing of these pieces needs fewer rows.",
@@ -155,12 +141,12 @@ def test_few_targets_and_padding_look_odd(tmp_path: Path) -> None:
 
 
 def test_rows_above_the_bound_are_given_as_the_reason_for_a_low_fill(tmp_path: Path) -> None:
-    path = make_packed(tmp_path / "d", [[SHORT], [SHORT]], max_tokens=10)
+    path = by_hand(tmp_path / "d", [[SHORT], [SHORT]])
     assert "rows above the bound: 1." in " ".join(looks_odd(figures_of(path)))
 
 
 def test_a_piece_without_a_target_looks_odd(tmp_path: Path) -> None:
-    path = make_packed(tmp_path / "d", [[FULL], [(5, [5] * 10, [False] * 10)]], max_tokens=10)
+    path = by_hand(tmp_path / "d", [[FULL], [(5, [5] * 10, [False] * 10)]])
     assert list(looks_odd(figures_of(path))) == ["Pieces without a target: 1. Nothing is learned from them."]
 
 
@@ -193,7 +179,7 @@ def test_tool_tags_in_contents_look_odd(tmp_path: Path, packed: Path) -> None:
 
 
 def test_the_account_adds_up_in_the_text(packed: Path) -> None:
-    text = as_text(report(figures_of(packed)))
+    text = as_text(parts(figures_of(packed)))
     for name, left in (("chats", "read"), ("tokens", "rendered")):
         numbers = [int(n.replace(",", "")) for n in re.findall("[0-9,]+", re.search(f"{name} .* {left} = .*", text)[0])]  # type: ignore[index]
         assert numbers[0] == sum(numbers[1:])
@@ -202,15 +188,24 @@ def test_the_account_adds_up_in_the_text(packed: Path) -> None:
         assert re.search(rf"rejected: {reason} +{num}; doc_ids [0-9]", text)
 
 
-# ------------------------------------------------------------------------------------------ command, page
+def test_copies_look_odd(tmp_path: Path) -> None:
+    rows: list[list[Piece]] = [[(i, [5] + [i] * 9, [False] + [True] * 9)] for i in range(1, 10)]
+    path = by_hand(tmp_path / "d", [*rows, [(40, rows[0][0][1], rows[0][0][2])]])
+    said = "10.0% of the documents are copies of another one: they weigh more in training."
+    assert said in list(looks_odd(figures_of(path)))
+
+
+# ----------------------------------------------------------------------------------------------- command
 
 
 def test_the_page_lies_beside_the_shards_verify_passes_and_a_second_one_replaces_it(
     packed: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for _ in range(2):
-        assert run(monkeypatch, str(packed), "--html") == 0
-        assert "What looks odd" in capsys.readouterr().out
+        assert run(monkeypatch, str(packed)) == 0
+        out = capsys.readouterr().out
+        assert "What looks odd" in out
+        assert str(packed / "report.html") in out
     dataset = PackedDataset.open(packed)
     verify_hashes(dataset)
     verify_semantics(dataset)
@@ -218,50 +213,59 @@ def test_the_page_lies_beside_the_shards_verify_passes_and_a_second_one_replaces
     (packed / "report.html").unlink()
 
 
-def test_without_html_nothing_is_written(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_names_another_file_and_the_dataset_stays_as_it_is(
+    packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = sorted(packed.rglob("*"))
-    assert run(monkeypatch, str(packed)) == 0
+    assert run(monkeypatch, str(packed), "--out", str(tmp_path / "page.html")) == 0
+    assert sorted(packed.rglob("*")) == before
+    assert (tmp_path / "page.html").read_text().startswith("<!doctype html>")
+
+
+def test_json_prints_one_object_alone_and_writes_nothing(
+    packed: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = sorted(packed.rglob("*"))
+    assert run(monkeypatch, str(packed), "--json") == 0
+    assert json.loads(capsys.readouterr().out)["dataset_id"] == PackedDataset.open(packed).manifest.dataset_id
     assert sorted(packed.rglob("*")) == before
 
 
-def test_the_page_loads_and_runs_nothing_and_is_well_formed(packed: Path) -> None:
-    page = as_html(report(figures_of(packed)), title="packed")
-    tags = Tags(page)
-    assert tags.open == []
-    assert not {"script", "link", "img", "iframe", "object", "a"} & set(tags.names)
-    assert not [n for n, _ in tags.attributes if n in ("src", "href", "xlink:href", "style") or n.startswith("on")]
-    assert "url(" not in page
-    assert "@import" not in page
-    assert tags.names.count("svg") == 2
-    assert page.isascii() or '<meta charset="utf-8">' in page
+def test_rows_asked_for_are_in_the_viewer_and_others_are_refused(
+    packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, str(packed), "--json", "--row", "1", "--row", "0") == 0
+    shown = json.loads(capsys.readouterr().out)["viewer"]
+    assert [(entry["row"], entry["why"].partition(";")[0]) for entry in shown[:2]] == [
+        (1, "asked for"),
+        (0, "asked for"),
+    ]
+    assert run(monkeypatch, str(packed), "--row", "999", "--out", str(tmp_path / "p")) == 1
+    assert "error: --row 999: no such row; this dataset has rows 0 to" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
 
 
-def test_what_a_recipe_holds_is_text_in_the_page(tmp_path: Path) -> None:
-    evil = "</title><script>alert('1')</script>\"&"
-    path = make_packed(tmp_path / "d", BY_HAND, max_tokens=10, model=evil)
-    page = as_html(report(figures_of(path)), title=evil)
-    assert "script" not in Tags(page).names
-    assert page.count("&lt;script&gt;alert(&#x27;1&#x27;)&lt;/script&gt;&quot;&amp;") == 3
-
-
-def test_bars_of_the_page_add_up_to_the_pieces(packed: Path) -> None:
-    f = figures_of(packed)
-    page = as_html(report(f), title="packed")
-    lengths, per_row = (re.findall("<title>[0-9, to]+: ([0-9,]+)</title>", svg) for svg in page.split("<svg")[1:])
-    assert sum(int(n.replace(",", "")) for n in lengths) == f.totals["pieces"]
-    assert sum(int(n.replace(",", "")) for n in per_row) == f.totals["rows"]
+def test_a_page_that_cannot_be_written_is_an_error_that_says_what_to_do(
+    packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, str(packed), "--out", str(tmp_path / "no" / "page.html")) == 1
+    error = capsys.readouterr().err
+    assert "cannot be written" in error
+    assert "--out FILE writes it to another place" in error
 
 
 def test_without_polars_the_extra_is_named(
     packed: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "polars", None)
-    assert run(monkeypatch, str(packed)) == 1
-    assert 'pip install ".[report]"' in capsys.readouterr().err
+    for arguments in ([str(packed)], [str(packed), "--json"], [str(packed), str(packed)]):
+        assert run(monkeypatch, *arguments) == 1
+        assert 'pip install ".[report]"' in capsys.readouterr().err
 
 
 def test_a_folder_that_is_no_dataset_is_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(monkeypatch, str(tmp_path)) == 1
-    assert "is not a packed dataset" in capsys.readouterr().err
+    for arguments in ([str(tmp_path)], [str(packed), str(tmp_path)]):
+        assert run(monkeypatch, *arguments) == 1
+        assert "is not a packed dataset" in capsys.readouterr().err

@@ -1,0 +1,206 @@
+"""Which rows a report shows first, which documents it calls the same, and how strips are drawn."""
+
+from pathlib import Path
+
+import numpy as np
+import polars as pl
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.figures import Figures, measure
+from pipeline.shards import PackedDataset, Row
+from pipeline.signs import LEAST_COUNT, NUM_ROWS, RULES, Extremes, check_asked, choose, random_rows, suspicious
+from pipeline.strips import COLUMNS, NUM_STRIPS, PADDING, columns, picture, strip_rows
+from tests.packed import Piece
+from tests.talk import chat, document, make_talk, turn
+from trainer.plan import epoch_order
+
+
+def figures_of(path: Path) -> Figures:
+    return measure(PackedDataset.open(path))
+
+
+def signs_of(path: Path) -> dict[str, list[tuple[int, str]]]:
+    return {sign.name: sign.rows for sign in figures_of(path).signs}
+
+
+# ------------------------------------------------------------------------------------------------ signs
+
+
+@pytest.fixture(scope="module")
+def marked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[tuple[int, str]]]:
+    """A row for each sign, and one without any."""
+    answer = "the seed of a star is in no map of light, and who knows how many of them grow"
+    lines = b'{"detail":"1 control strings as text, 0 of them tool tags","doc_id":70,"reason":"","what":"escaped"}\n'
+    rows: list[list[Piece]] = [
+        [chat(0, "why?", answer)],
+        [chat(1, "w" * 8 + "abcdefghij " * 20, "y")],
+        [chat(2, "why?", answer), document(3, turn("user", "alone"))],
+        [chat(4, "why?", "no" + "z" * 90)],
+        [chat(5, "why \ufffd", f"\ufffd\ufffd {answer}")],
+        [chat(6, "why?", "same"), chat(7, "why?", answer), chat(8, "why?", "same")],
+        [chat(70, "why?", answer)],
+    ]
+    return signs_of(make_talk(tmp_path_factory.mktemp("marked"), rows, max_tokens=320, rejects=lines))
+
+
+@pytest.mark.parametrize(
+    ("sign", "row", "why"),
+    [
+        ("a document without a target", 2, "documents without a target: 1"),
+        ("replacement characters", 4, "tokens with U+FFFD: 3"),
+        ("identical documents", 5, "documents that are identical: 2"),
+        ("control strings", 6, "documents with control strings: 1"),
+    ],
+)
+def test_each_sign_names_its_row(marked: dict[str, list[tuple[int, str]]], sign: str, row: int, why: str) -> None:
+    assert marked[sign] == [(row, why)]
+    assert sign in RULES
+
+
+def test_few_targets_and_one_token_over_and_over_are_shares_of_the_row(
+    marked: dict[str, list[tuple[int, str]]],
+) -> None:
+    (row, why), *others = marked["few targets"]
+    assert (row, others) == (1, [])
+    assert why.endswith("% of its tokens are targets")
+    (row, why), *others = marked["one token over and over"]
+    assert (row, others) == (3, [])
+    num = len(chat(4, "why?", "no" + "z" * 90)[1])
+    assert why == f"{90 / num:.1%} of its tokens are the same one"
+    assert LEAST_COUNT <= 90
+    assert [row for row, _ in marked["fewest targets"]] == [1]
+    assert [row for row, _ in marked["most of one token"]] == [3]
+
+
+def test_suspicious_rows_are_the_worst_of_each_sign_in_turn_each_once(tmp_path: Path) -> None:
+    rows = [[chat(i, "why?", "\ufffd" * i + "the seed of a star")] for i in range(9)]
+    found = suspicious(figures_of(make_talk(tmp_path, rows, max_tokens=160)).signs)
+    assert [row for row, _ in found] == [8, 0, 7, 6, 5, 4, 3]
+    assert found[0][1].startswith("tokens with U+FFFD: 8, ")
+    assert found[1][1].endswith("% of its tokens are targets")
+
+
+def test_longest_and_shortest_rows_are_sorted_and_ties_go_to_the_first_row(tmp_path: Path) -> None:
+    rows = [[chat(i, "?", "a" * num)] for i, num in enumerate((5, 30, 30, 2, 2, 9))]
+    ends = figures_of(make_talk(tmp_path, rows, max_tokens=160)).ends
+    assert [row for row, _ in ends.longest] == [1, 2, 5, 0, 3, 4]
+    assert [row for row, _ in ends.shortest] == [3, 4, 0, 5, 1, 2]
+    num = len(chat(0, "?", "a" * 30)[1])
+    assert ends.longest[0][1] == f"a document of {num} tokens"
+    least = len(chat(0, "?", "aa")[1])
+    assert ends.shortest[0][1] == f"{least} tokens, its shortest document {least}"
+
+
+# --------------------------------------------------------------------------------------------- the viewer
+
+
+def test_random_rows_are_those_that_training_takes_first() -> None:
+    assert random_rows(10) == epoch_order(num_rows=10, seed=0, epoch=0).tolist() == [0, 2, 9, 1, 8, 5, 4, 3, 6, 7]
+    assert random_rows(0) == []
+
+
+ENDS = Extremes(longest=[(i, "l") for i in range(6)], shortest=[(i, "s") for i in range(4, 10)])
+
+
+def test_rows_asked_for_come_first_and_each_row_once_with_all_of_its_reasons() -> None:
+    chosen = choose(ENDS, [], num_rows=1000, asked=[77, 5, 77])
+    assert chosen[:3] == [(77, "asked for"), (5, "asked for; longest: l; shortest: s"), (0, "longest: l")]
+    assert len(chosen) == len({row for row, _ in chosen}) == NUM_ROWS
+    assert [why for _, why in chosen[-5:]] == ["random"] * 5
+
+
+def test_more_rows_asked_for_leave_fewer_others() -> None:
+    assert [row for row, _ in choose(ENDS, [], num_rows=1000, asked=range(100, 124))] == list(range(100, 124))
+
+
+@pytest.mark.parametrize(
+    ("asked", "num_rows", "said"),
+    [([4], 4, "--row 4: no such row; this dataset has rows 0 to 3"), ([-1], 4, "--row -1: no such row"),
+     ([0], 0, "--row 0: no such row; this dataset has no rows"), (range(25), 30, "the viewer holds 24 rows")],
+)  # fmt: skip
+def test_rows_that_cannot_be_shown_are_refused(asked: list[int], num_rows: int, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        check_asked(asked, num_rows)
+
+
+# ----------------------------------------------------------------------------------------- the same again
+
+
+def test_identical_and_repeated_documents_are_grouped_and_counted(tmp_path: Path) -> None:
+    long = "how does a star grow from a seed " * 3
+    rows: list[list[Piece]] = [
+        [chat(9, long, "one"), chat(2, "why?", "because"), chat(3, long, "two")],
+        [chat(1, "why?", "because"), chat(4, long, "one"), chat(7, "why?", "because"), chat(5, "why?", "yes")],
+    ]
+    f = figures_of(make_talk(tmp_path, rows, max_tokens=600))
+    why, one = len(chat(1, "why?", "because")[1]), len(chat(4, long, "one")[1])
+    assert (f.identical.num_groups, f.identical.num_documents, f.identical.num_spare) == (2, 5, 3)
+    assert f.identical.spare_tokens == 2 * why + one
+    assert [(g.num_documents, g.doc_ids, g.tokens, g.row) for g in f.identical.largest] == [
+        (3, [1, 2, 7], why, 1),
+        (2, [4, 9], one, 1),
+    ]
+    assert (f.repeated.num_groups, f.repeated.num_documents) == (1, 2)
+    assert [(g.doc_ids, g.tokens, g.row) for g in f.repeated.largest] == [([3, 4], one, 0)]
+
+
+def test_split_documents_are_identical_if_all_of_their_pieces_are(tmp_path: Path) -> None:
+    rows = [[chat(0, "a", "b")], [chat(0, "c", "d")], [chat(1, "a", "b")], [chat(1, "c", "d")], [chat(2, "a", "b")]]
+
+    def number(held: list[dict[str, list[int]]]) -> None:
+        held[1]["pieces"] = held[3]["pieces"] = [1]
+
+    f = figures_of(make_talk(tmp_path, rows, max_tokens=80, rows=number))
+    assert [g.doc_ids for g in f.identical.largest] == [[0, 1]]
+    assert isinstance(f.pieces, pl.DataFrame)
+
+
+# ----------------------------------------------------------------------------------------------- strips
+
+
+def row_of(max_tokens: int, bounds: list[int], num_pieces: int, mask: np.ndarray) -> Row:
+    whole = np.array([0, *bounds, max_tokens], np.int32)
+    ids = np.zeros(max_tokens, np.int32)
+    return Row(input_ids=ids, position_ids=ids, loss_mask=mask, boundaries=whole,
+               doc_ids=np.arange(num_pieces), pieces=np.zeros(num_pieces, np.int32))  # fmt: skip
+
+
+@pytest.mark.parametrize("max_tokens", [2, 16, 479, 480, 481, 8192, 8193, 131072])
+def test_a_strip_shows_the_document_of_each_columns_middle_token_and_whether_most_are_targets(max_tokens: int) -> None:
+    rng = np.random.default_rng(max_tokens)
+    bounds = sorted(set(rng.integers(1, max_tokens, 5).tolist()))
+    mask = np.repeat(rng.random(-(-max_tokens // 3)) < 0.5, 3)[:max_tokens]
+    row = row_of(max_tokens, bounds, len(bounds), mask)  # the last segment is padding
+    place, strong = columns(row, max_tokens)
+    num = min(COLUMNS, max_tokens)
+    assert len(place) == len(strong) == num
+    for i in range(num):
+        start, stop = i * max_tokens // num, (i + 1) * max_tokens // num
+        token = (start + stop) // 2
+        document = sum(bound <= token for bound in bounds)
+        assert place[i] == (document if document < len(bounds) else PADDING)
+        assert strong[i] == (2 * mask[start:stop].sum() >= stop - start)
+
+
+@given(st.integers(0, 300_000))
+def test_strips_are_at_most_64_rows_evenly_spaced_from_the_first_to_the_last(num_rows: int) -> None:
+    rows = strip_rows(num_rows)
+    assert len(rows) == len(set(rows)) == min(num_rows, NUM_STRIPS)
+    assert rows == sorted(rows)
+    if num_rows:
+        assert (rows[0], rows[-1]) == (0, num_rows - 1)
+        steps = np.diff(rows)
+        assert len(steps) == 0 or steps.max() - steps.min() <= 1
+
+
+def test_the_picture_is_the_same_every_time_and_its_table_tells_the_rows(tmp_path: Path) -> None:
+    rows = [[chat(i, "?", "a" * i)] for i in range(70)]
+    dataset = PackedDataset.open(make_talk(tmp_path, rows, max_tokens=160))
+    drawn = picture(dataset, strip_rows(70))
+    assert drawn == picture(dataset, strip_rows(70))
+    assert drawn.count("<tr>") == 65
+    num = len(chat(69, "?", "a" * 69)[1])
+    assert f'<tr><td class="n">69</td><td class="n">1</td><td class="n">70</td><td class="n">{160 - num}</td>' in drawn
+    assert "Every token is drawn." in drawn

@@ -1,0 +1,127 @@
+"""What a run did, or is doing: a table here, and one self-contained page beside its log.
+
+    python -m trainer.report runs/NAME                  RUN/report.html: loss, speed, memory, step times, kernels
+    python -m trainer.report runs/A runs/B              laid over one another, with what differs
+    python -m trainer.report runs/NAME --trace BEFORE AFTER      where a step's time goes, by two profiler traces
+
+    RUN ── runlog.read ──▶ Run ── figures ──▶ Figures ── runtext, runpage ──▶ table, page
+
+Guarantees: every figure is arithmetic over the log; a run that goes on is read as it is at this moment, and not
+disturbed. The page loads nothing and runs nothing. Needs no torch.
+Costs: under a second; 4 s for 100,000 steps, 15 s and 1.6 GB for a trace of 280 MB.
+"""
+
+import dataclasses
+import json
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from pipeline.charts import NUM_COLOURS
+from trainer.runfigures import as_json, figures
+from trainer.runlog import TRACE, read
+from trainer.runpage import as_page
+from trainer.runtext import Pair, as_text, concerns, differing, printable
+from trainer.timeline import table as trace_table
+from trainer.tracepage import Trace, load
+
+REPORT = "report.html"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    """Show what a run did, or several runs beside one another."""
+
+    runs: Annotated[tuple[Path, ...], tyro.conf.Positional]
+    """Folders of runs, at most 8."""
+    trace: tuple[Path, ...] = ()
+    """One trace of torch's profiler, or two: before and after. By default the runs' own, where there are any."""
+    out: Path | None = None
+    """Where the page goes. By default report.html in the first run's folder."""
+    json: bool = False
+    """Print the figures as JSON."""
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code: 0, or 2 for input that cannot be read."""
+    settings = tyro.cli(Settings, prog="python -m trainer.report", args=args, config=(tyro.conf.FlagCreatePairsOff,))
+    try:
+        now = time.time()
+        pairs = open_runs(settings.runs, now=now)
+        traces, troubles = open_traces(settings)
+        out = settings.out or settings.runs[0] / REPORT
+        write(out, as_page(pairs, traces=traces, now=now, troubles=troubles))
+        if settings.json:
+            print(json.dumps(everything(pairs, traces), indent=1, allow_nan=False))
+        else:
+            summaries = {str(trace.path): dict(trace.summary) for trace in traces}
+            tables = [as_text(pairs), *([trace_table(summaries)] if traces else []), *troubles, str(out)]
+            print(printable("\n\n".join(tables)))
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def open_runs(paths: Sequence[Path], *, now: float) -> list[Pair]:
+    """Every run with its figures, under names of their own.
+
+    Raises:
+        ValueError: none, too many, the same one twice, or one that cannot be read.
+    """
+    if not paths:
+        raise ValueError("no run given: pass the folder of one, or of several")
+    if len(paths) > NUM_COLOURS:
+        raise ValueError(f"{len(paths)} runs are too many to tell apart; pass at most {NUM_COLOURS}")
+    if len({path.resolve() for path in paths}) < len(paths):
+        raise ValueError("the same run is given twice")
+    runs = [read(path) for path in paths]
+    found = Counter(run.name for run in runs)
+    named = [run if found[run.name] == 1 else dataclasses.replace(run, name=str(run.path)) for run in runs]
+    return [(run, figures(run, now=now)) for run in named]
+
+
+def open_traces(settings: Settings) -> tuple[list[Trace], list[str]]:
+    """The traces given, or those that the first two runs have; and what is wrong with these.
+
+    Raises:
+        ValueError: more than two given, or one that is none.
+    """
+    if len(settings.trace) > 2:
+        raise ValueError(f"--trace takes one file or two, before and after; {len(settings.trace)} were given")
+    if settings.trace:
+        return [load(path) for path in settings.trace], []
+    traces, troubles = [], []
+    for path in (run / TRACE for run in settings.runs[:2]):
+        try:
+            traces += [load(path)] if path.exists() else []
+        except ValueError as error:
+            troubles.append(str(error))
+    return traces, troubles
+
+
+def everything(pairs: Sequence[Pair], traces: Sequence[Trace]) -> dict[str, Any]:
+    """The numbers of the page as JSON values."""
+    return {
+        "runs": [as_json(f) | {"path": str(run.path), "look_into": concerns(run, f)} for run, f in pairs],
+        "differing": differing([run for run, _ in pairs]),
+        "traces": {str(trace.path): trace.summary for trace in traces},
+    }
+
+
+def write(path: Path, content: bytes) -> None:
+    """Write a file, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".tmp-{path.name}")
+    temporary.write_bytes(content)
+    temporary.replace(path)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,259 @@
+"""The figures of a run, from its log and its ``config.json``: what the report says, whatever it is printed on.
+
+    figures(runlog.read(path), now=time.time()) -> Figures
+
+Guarantees: every figure is arithmetic over the logged numbers; what was not recorded is None, never 0. Quantiles are
+numpy's, interpolated between neighbours.
+Costs: milliseconds; where only epochs are known, opening the dataset to count its rows.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from pipeline.shards import PackedDataset
+from trainer.plan import Plan
+from trainer.runlog import COLUMNS, Floats, Run, number, whole
+
+State = Literal["finished", "running", "stopped"]
+
+GIB = 2**30
+PERCENTILES = (0, 5, 25, 50, 75, 95, 99, 100)
+RECENT = 200
+"""Steps that the projection is made of: the last so many."""
+QUIET_SECONDS, QUIET_STEPS = 300.0, 20
+"""A run that wrote nothing for so long and for so many of its steps has stopped."""
+EXPORTS = ("export", "adapter")
+"""Folders that a run writes at its very end."""
+LISTED = 20
+"""So many numbers of steps are listed."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Summary:
+    """One field of the log over all steps that have it."""
+
+    num: int
+    """How many steps have a number there."""
+    first: float
+    """The first."""
+    last: float
+    """The last."""
+    least: float
+    """The least."""
+    least_step: int
+    """Step of it, the first where there are several."""
+    greatest: float
+    """The greatest."""
+    greatest_step: int
+    """Step of it, the first where there are several."""
+    mean: float
+    """Sum over number."""
+    median: float
+    """As many are greater as are less."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Projection:
+    """What is left of a run at the speed of its last steps."""
+
+    num_recent: int
+    """Steps that it is made of."""
+    step_s: float
+    """Their median time, seconds."""
+    seconds_left: float
+    """Steps left times the median; evaluations and checkpoints to come are not in it."""
+    seconds_low: float
+    """The same with their lower quartile."""
+    seconds_high: float
+    """The same with their upper quartile."""
+    end: float | None
+    """When that is over, seconds since 1970, counted from the log's last line; None for a run that has stopped."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Count:
+    """Steps of some kind."""
+
+    num: int
+    """How many."""
+    first: tuple[int, ...]
+    """The first 20 of them."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Figures:
+    """One run."""
+
+    name: str
+    """Its folder's name."""
+    state: State
+    """finished: the last step is done, or where their number is not known, an export is there; running: it wrote
+    lately; stopped: neither."""
+    last_step: int
+    """Number of the last step done; 0 before the first."""
+    total_steps: int | None
+    """Steps at the end of the run."""
+    written: float
+    """When the log was last written, seconds since 1970."""
+    quantities: Mapping[str, Summary]
+    """By field of a step's line; ``eval_loss`` too."""
+    step_seconds: Mapping[str, float] | None
+    """Percentiles of the time from step to step, from p0 (least) to p100 (greatest)."""
+    seconds: float | None
+    """Of all steps together, without evaluation and saving."""
+    tokens: float | None
+    """Tokens of documents, to the logged digits: the sum of tokens a second times seconds."""
+    data_wait_share: float | None
+    """Share of the steps' time in which the loop waited for the next batch."""
+    peak_gib: float | None
+    """Most memory that tensors took on the GPU."""
+    estimate_gib: float | None
+    """Memory that was expected of one process."""
+    estimate_parts: Mapping[str, int]
+    """Bytes by part of the estimate."""
+    recomputed: tuple[int, int] | None
+    """Layers that compute their activations again, and layers of the model."""
+    skipped: Count
+    """Steps without a target."""
+    not_finite: Count
+    """Steps with a value that is no finite number."""
+    num_clipped: int | None
+    """Steps whose gradient was longer than ``--clip`` and scaled down to it; None where nothing is clipped."""
+    num_missing: int
+    """Steps between the first and the last that have no line."""
+    projection: Projection | None
+    """None for a finished run, and where steps' times or their number are not known."""
+
+
+def figures(run: Run, *, now: float) -> Figures:
+    """All figures of a run as of ``now``, seconds since 1970."""
+    last = int(run.step[-1]) if run.step.size else 0
+    total = total_steps(run.config)
+    seconds, waits = run.column("step_s"), run.column("data_wait_s")
+    timed = seconds[np.isfinite(seconds)]
+    both = np.isfinite(seconds) & np.isfinite(waits) if waits.size and seconds.size else np.zeros(0, bool)
+    state = _state(run, last=last, total=total, seconds=timed, now=now)
+    peak, parts = _summary(run.step, run.column("peak_gib")), _parts(run.config["memory_estimate_bytes"])
+    return Figures(
+        name=run.name,
+        state=state,
+        last_step=last,
+        total_steps=total,
+        written=run.changed,
+        quantities=_quantities(run),
+        step_seconds={f"p{p}": float(np.percentile(timed, p)) for p in PERCENTILES} if timed.size else None,
+        seconds=float(timed.sum()) if timed.size else None,
+        tokens=_tokens(run.column("tokens_per_s"), seconds),
+        data_wait_share=float(waits[both].sum() / seconds[both].sum()) if both.any() and seconds[both].sum() else None,
+        peak_gib=peak.greatest if peak else None,
+        estimate_gib=sum(parts.values()) / GIB if parts else None,
+        estimate_parts=parts,
+        recomputed=_recomputed(run.config),
+        skipped=Count(num=run.skipped.size, first=tuple(run.skipped[:LISTED].tolist())),
+        not_finite=Count(num=run.not_finite.size, first=tuple(run.not_finite[:LISTED].tolist())),
+        num_clipped=_clipped(run.column("grad_norm"), run.config["settings"].get("clip")),
+        num_missing=int(run.step[-1] - run.step[0]) + 1 - run.step.size if run.step.size else 0,
+        projection=_project(timed, last=last, total=total, state=state, written=run.changed),
+    )
+
+
+def as_json(found: Figures) -> dict[str, Any]:
+    """The figures as JSON values."""
+    return dataclasses.asdict(found)
+
+
+def total_steps(config: dict[str, Any]) -> int | None:
+    """Steps at the end of the run: ``--steps``, or from ``--epochs`` and the dataset's rows where it can be opened."""
+    settings = config["settings"]
+    if (steps := whole(settings.get("steps"))) is not None:
+        return steps
+    folder = Path(str(settings.get("shards")))
+    try:
+        if not folder.is_dir():
+            return None
+        dataset = PackedDataset.open(folder)
+        if dataset.manifest.dataset_id != config.get("dataset_id"):
+            return None
+        plan = Plan.build(
+            num_rows=len(dataset), seed=0, rows_per_step=settings["rows_per_step"], epochs=settings["epochs"],
+            steps=None,
+        )  # fmt: skip
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return plan.steps_left(rows_seen=0)
+
+
+def _state(run: Run, *, last: int, total: int | None, seconds: Floats, now: float) -> State:
+    done = any((run.path / name).is_dir() for name in EXPORTS) if total is None else last >= total
+    if done:
+        return "finished"
+    quiet = max(QUIET_SECONDS, QUIET_STEPS * float(np.median(seconds)) if seconds.size else 0.0)
+    return "running" if now - run.changed <= quiet else "stopped"
+
+
+def _quantities(run: Run) -> dict[str, Summary]:
+    """Of every field of which there is a number."""
+    found = {name: _summary(run.step, run.column(name)) for name in COLUMNS}
+    found["eval_loss"] = _summary(run.eval_step, run.eval_loss)
+    return {name: summary for name, summary in found.items() if summary is not None}
+
+
+def _summary(steps: Any, values: Floats) -> Summary | None:
+    known = np.isfinite(values)
+    if not known.any():
+        return None
+    held, at = values[known], steps[known]
+    return Summary(
+        num=held.size,
+        first=float(held[0]),
+        last=float(held[-1]),
+        least=float(held.min()),
+        least_step=int(at[held.argmin()]),
+        greatest=float(held.max()),
+        greatest_step=int(at[held.argmax()]),
+        mean=float(held.mean()),
+        median=float(np.median(held)),
+    )
+
+
+def _tokens(rates: Floats, seconds: Floats) -> float | None:
+    if not (rates.size and seconds.size):
+        return None
+    products = rates * seconds
+    return float(np.nansum(products)) if np.isfinite(products).any() else None
+
+
+def _clipped(norms: Floats, clip: Any) -> int | None:
+    return int((norms > number(clip)).sum()) if norms.size and number(clip) > 0 else None
+
+
+def _parts(estimate: dict[str, Any]) -> dict[str, int]:
+    return {str(name): value for name, value in estimate.items() if whole(value) is not None}
+
+
+def _recomputed(config: dict[str, Any]) -> tuple[int, int] | None:
+    asked, layers = config["settings"].get("recompute"), whole(config["model"].get("num_hidden_layers"))
+    if layers is None or asked is None:
+        return None
+    known = {"none": 0, "all": layers} | {str(num): num for num in range(layers + 1)}
+    return (known[str(asked)], layers) if str(asked) in known else None
+
+
+def _project(seconds: Floats, *, last: int, total: int | None, state: State, written: float) -> Projection | None:
+    if state == "finished" or total is None or not seconds.size:
+        return None
+    recent = seconds[-RECENT:]
+    low, median, high = ((total - last) * float(np.percentile(recent, p)) for p in (25, 50, 75))
+    return Projection(
+        num_recent=recent.size,
+        step_s=float(np.median(recent)),
+        seconds_left=median,
+        seconds_low=low,
+        seconds_high=high,
+        end=written + median if state == "running" else None,
+    )

@@ -1,0 +1,230 @@
+"""A run in words: how its numbers are written, what stands in the terminal, what a reader should look into.
+
+    print(as_text([(run, figures), ...]))
+
+Guarantees: the terminal, the page's tables and its tiles write a number in the same way, from the same figures.
+"""
+
+import datetime
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from trainer.runfigures import LISTED, Count, Figures, Summary
+from trainer.runlog import METRICS, Run
+
+Pair = tuple[Run, Figures]
+
+NAMES: Mapping[str, tuple[str, str, float]] = {
+    "loss": ("loss, nats", "{:,.4f}", 1),
+    "eval_loss": ("evaluation loss, nats", "{:,.4f}", 1),
+    "lr": ("learning rate", "{:.3g}", 1),
+    "grad_norm": ("gradient norm", "{:,.4g}", 1),
+    "tokens_per_s": ("tokens a second", "{:,.0f}", 1),
+    "mfu": ("MFU", "{:.2%}", 1),
+    "hfu": ("HFU", "{:.2%}", 1),
+    "peak_gib": ("peak memory, GiB", "{:,.2f}", 1),
+    "step_s": ("step time, s", "{:,.4g}", 1),
+    "data_wait_s": ("data wait, ms", "{:,.3f}", 1e3),
+    "targets": ("targets a step", "{:,.0f}", 1),
+    "rows_seen": ("rows seen", "{:,.0f}", 1),
+}
+"""Fields of the log in the order of the page: what each is, how it is written, and by what it is multiplied before."""
+
+NOT_RECORDED = "not recorded"
+WAIT_SHARE = 0.02
+"""Waiting longer than this share of the time for data is worth a look."""
+SERVES = ("implementation", "version")
+"""What of a line of the kernel table can make runs differ."""
+SHOWN_WIDTH = 34
+"""Widest column of a run in the terminal."""
+
+
+def written(name: str, value: float) -> str:
+    """A number of a field as text."""
+    _, form, factor = NAMES[name]
+    return form.format(value * factor)
+
+
+def span(seconds: float) -> str:
+    """``0.25`` -> ``0.25 s``; ``75`` -> ``1 min 15 s``; ``8000`` -> ``2 h 13 min``; ``200000`` -> ``2 d 7 h``."""
+    if seconds < 60:
+        return f"{seconds:.3g} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    if days:
+        return f"{days:,} d {hours} h"
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
+
+
+def moment(seconds: float) -> str:
+    """Seconds since 1970 in this machine's zone: ``2026-11-30 14:05 UTC``."""
+    try:
+        return datetime.datetime.fromtimestamp(seconds, tz=datetime.UTC).astimezone().strftime("%Y-%m-%d %H:%M %Z")
+    except (ValueError, OverflowError, OSError):
+        return "beyond any calendar"
+
+
+def lines(f: Figures) -> list[tuple[str, str]]:
+    """The headline figures, a name and a text each; the same names for every run."""
+    return [
+        ("state", f.state),
+        ("steps", steps(f)),
+        ("time in steps", NOT_RECORDED if f.seconds is None else span(f.seconds)),
+        ("time left", time_left(f)),
+        ("projected end", projected_end(f)),
+        ("loss, first to last", _from_to(f.quantities.get("loss"), "loss")),
+        ("least loss", _least(f.quantities.get("loss"), "loss")),
+        ("evaluation loss, first to last", _from_to(f.quantities.get("eval_loss"), "eval_loss")),
+        ("least evaluation loss", _least(f.quantities.get("eval_loss"), "eval_loss")),
+        ("gradient norm, median", median(f, "grad_norm")),
+        ("clipped steps", "none is clipped" if f.num_clipped is None else f"{f.num_clipped:,}"),
+        ("tokens a second, median", median(f, "tokens_per_s")),
+        ("tokens of documents", NOT_RECORDED if f.tokens is None else f"{f.tokens:,.0f}"),
+        ("MFU, median", median(f, "mfu")),
+        ("HFU, median", median(f, "hfu")),
+        ("memory, peak", NOT_RECORDED if f.peak_gib is None else f"{f.peak_gib:,.2f} GiB"),
+        ("memory, estimated", NOT_RECORDED if f.estimate_gib is None else f"{f.estimate_gib:,.2f} GiB"),
+        ("recomputed layers", NOT_RECORDED if f.recomputed is None else "{:,} of {:,}".format(*f.recomputed)),
+        ("step time, p5 p50 p95", step_spread(f)),
+        ("waiting for data", NOT_RECORDED if f.data_wait_share is None else f"{f.data_wait_share:.2%} of the time"),
+        ("steps without a target", listed(f.skipped)),
+        ("values not finite", listed(f.not_finite)),
+    ]
+
+
+def steps(f: Figures) -> str:
+    """How far a run is."""
+    return f"{f.last_step:,}" if f.total_steps is None else f"{f.last_step:,} of {f.total_steps:,}"
+
+
+def median(f: Figures, name: str) -> str:
+    """The median of a field over the steps."""
+    found = f.quantities.get(name)
+    return NOT_RECORDED if found is None else written(name, found.median)
+
+
+def time_left(f: Figures) -> str:
+    """How long a run will take from its last line, and between what and what."""
+    if f.projection is None:
+        return "none" if f.state == "finished" else "not known"
+    p = f.projection
+    return f"{span(p.seconds_left)} ({span(p.seconds_low)} to {span(p.seconds_high)})"
+
+
+def projected_end(f: Figures) -> str:
+    """When a run that goes on will be done."""
+    end = f.projection.end if f.projection else None
+    return moment(end) if end is not None else f.state if f.state != "running" else "not known"
+
+
+def step_spread(f: Figures) -> str:
+    """Three percentiles of the steps' time."""
+    if f.step_seconds is None:
+        return NOT_RECORDED
+    return " ".join(written("step_s", f.step_seconds[name]) for name in ("p5", "p50", "p95")) + " s"
+
+
+def listed(count: Count, *, what: str = "step") -> str:
+    """How many steps, and which."""
+    if not count.num:
+        return "0"
+    more = " ..." if count.num > len(count.first) else ""
+    return f"{count.num:,} ({what} {', '.join(map(str, count.first))}{more})"
+
+
+def _from_to(found: Summary | None, name: str) -> str:
+    return NOT_RECORDED if found is None else f"{written(name, found.first)} to {written(name, found.last)}"
+
+
+def _least(found: Summary | None, name: str) -> str:
+    return NOT_RECORDED if found is None else f"{written(name, found.least)} at step {found.least_step:,}"
+
+
+def concerns(run: Run, f: Figures) -> list[str]:
+    """One sentence for each thing that a reader should look into."""
+    found = []
+    if not run.has_config:
+        found.append("There is no config.json: settings, dataset, kernels and the plan of memory are not known.")
+    if not run.step.size:
+        found.append(f"There are no metrics yet: {METRICS} has no line of a step.")
+    if run.cut:
+        found.append("The last line of the log was cut, as by a kill; it is left out.")
+    if run.unused_lines:
+        listed_lines = listed(Count(num=len(run.unused_lines), first=run.unused_lines[:LISTED]), what="line")
+        found.append(f"Lines of the log that are neither a step nor an evaluation: {listed_lines}.")
+    if f.num_missing:
+        found.append(f"{f.num_missing:,} steps between the first and the last have no line.")
+    if f.not_finite.num:
+        found.append(f"Values that are no finite number: {listed(f.not_finite)}.")
+    if f.skipped.num:
+        found.append(f"Steps without a target, in which nothing was updated: {listed(f.skipped)}.")
+    if f.peak_gib is not None and f.estimate_gib is not None and f.peak_gib > f.estimate_gib:
+        found.append(f"The peak of {f.peak_gib:,.2f} GiB is above the estimate of {f.estimate_gib:,.2f} GiB.")
+    if f.data_wait_share is not None and f.data_wait_share > WAIT_SHARE:
+        found.append(f"{f.data_wait_share:.1%} of the steps' time was waiting for data.")
+    if f.state == "stopped":
+        found.append(f"The run has stopped: nothing was written since {moment(f.written)}.")
+    return found
+
+
+# ------------------------------------------------------------------------------------------ what differs
+
+
+def flat(config: Mapping[str, Any]) -> dict[str, str]:
+    """Everything that can make two runs differ, by a dotted name, as text."""
+    parts: dict[str, Any] = {
+        **{name: config.get(name) for name in ("dataset_id", "fingerprint", "eval_dataset_id", "eval_fingerprint")},
+        "commit": config.get("commit"),
+        **{name: config[name] for name in ("settings", "model", "versions", "machine")},
+        "kernels": {str(k.get("operation")): {n: k.get(n) for n in SERVES} for k in config["kernels"]},
+        "memory_estimate_bytes": config["memory_estimate_bytes"],
+    }
+    return {name: text for name, text in _leaves("", parts) if name not in ("settings.out", "settings.resume")}
+
+
+def _leaves(prefix: str, value: Any) -> list[tuple[str, str]]:
+    if isinstance(value, dict):
+        return [leaf for name, inner in value.items() for leaf in _leaves(f"{prefix}.{name}".lstrip("."), inner)]
+    return [(prefix, value if isinstance(value, str) else json.dumps(value))]
+
+
+def differing(runs: Sequence[Run]) -> dict[str, list[str]]:
+    """Name -> its text in each run, of all that is not the same in every one; "" where a run lacks it."""
+    held = [flat(run.config) for run in runs]
+    names = dict.fromkeys(name for one in held for name in one)
+    return {name: row for name in names if len(set(row := [one.get(name, "") for one in held])) > 1}
+
+
+# --------------------------------------------------------------------------------------------- terminal
+
+
+def as_text(pairs: Sequence[Pair]) -> str:
+    """The table for the terminal: runs side by side, then kernels of one or what differs between several."""
+    columns = [[f.name, *(text for _, text in lines(f))] for _, f in pairs]
+    labels = ["", *(name for name, _ in lines(pairs[0][1]))]
+    found = _aligned([labels, *columns])
+    for run, f in pairs:
+        found += [f"{f.name}: look into this: {text}" for text in concerns(run, f)]
+    if len(pairs) > 1:
+        rows = differing([run for run, _ in pairs])
+        table = [[name, *(text[:SHOWN_WIDTH] for text in row)] for name, row in rows.items()]
+        found += ["", "what differs", *_aligned([list(column) for column in zip(*table, strict=True)])]
+    elif kernels := pairs[0][0].config["kernels"]:
+        names = ("operation", "implementation", "version", "why")
+        found += ["", "kernels", *_aligned([[str(k.get(name, "")) for k in kernels] for name in names])]
+    return "\n".join(found)
+
+
+def _aligned(columns: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column), default=0) + 2 for column in columns]
+    return [
+        "  " + "".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip()
+        for row in zip(*columns, strict=True)
+    ]
+
+
+def printable(text: str) -> str:
+    """Without characters that move a terminal's cursor, but for line breaks."""
+    return "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in text)

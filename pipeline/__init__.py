@@ -7,6 +7,7 @@ binpack  plan       pieces                         -> PackPlan (which piece in w
 shards   the format schema, manifest, publish, open -> PackedDataset[i] -> Row
 pack     compose    python -m pipeline.pack
 verify   recompute  python -m pipeline.verify
+report   look       python -m pipeline.report: a table and one page; `page` is the kit that pages are made with
 """
 
 __version__ = "0.1.0"

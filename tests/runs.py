@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.parsed import Parsed, cells
-from trainer.report import main
+from trainer.report.__main__ import main
 
 LAYERS = 4
 

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from hypothesis import example, given
 
-from pipeline.charts import COLUMNS, thinned
 from pipeline.page import STYLE, Mark, Markup, Series, bars, flow, lines, ranked, shares
-from pipeline.scales import linear, logarithmic, nice_step, tick_text
+from pipeline.page.charts import COLUMNS, thinned
+from pipeline.page.scales import linear, logarithmic, nice_step, tick_text
 from tests.parsed import Parsed, cells, percent
 
 finite = st.floats(-1e38, 1e38) | st.sampled_from([5.0, 5.0 + 1e-15, 5.0 + 1e-8])

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.compare import Comparison, compare, comparison_page
-from pipeline.figures import measure
-from pipeline.report import as_text, main
+from pipeline.report.__main__ import as_text, main
+from pipeline.report.compare import Comparison, compare, comparison_page
+from pipeline.report.figures import measure
 from pipeline.shards import PackedDataset
 from tests.forge import make_dataset
 from tests.packed import make_packed, with_byte_tokenizer

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline.figures import Figures, measure
 from pipeline.manifest import DatasetError
-from pipeline.oddities import looks_odd
-from pipeline.report import as_text, main
-from pipeline.sections import parts
+from pipeline.report.__main__ import as_text, main
+from pipeline.report.figures import Figures, measure
+from pipeline.report.oddities import looks_odd
+from pipeline.report.sections import parts
 from pipeline.shards import PackedDataset
 from pipeline.verify import verify_hashes, verify_semantics
 from tests.forge import forge, make_dataset

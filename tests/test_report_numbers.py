@@ -13,7 +13,7 @@ import pytest
 
 from pipeline.assemble import piece_width
 from pipeline.pack import Settings, pack
-from pipeline.report import main
+from pipeline.report.__main__ import main
 from pipeline.shards import PackedDataset
 from tests.chatml import SPLITS, write_tokenizer
 from tests.chats import small_chats, write_parquet

@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipeline.dataset_page import dataset_page
-from pipeline.figures import measure
 from pipeline.manifest import MANIFEST, Manifest, fingerprint
-from pipeline.numbers import numbers
-from pipeline.report import as_text
-from pipeline.sections import parts
+from pipeline.report.__main__ import as_text
+from pipeline.report.figures import measure
+from pipeline.report.numbers import numbers
+from pipeline.report.page import dataset_page
+from pipeline.report.sections import parts
 from pipeline.shards import PackedDataset, ShardRows, publish, rows_per_shard, shard_bytes, shard_name
 from tests.forge import Rows, forge, make_dataset
 from tests.packed import make_packed, small_recipe, with_byte_tokenizer

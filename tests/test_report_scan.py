@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.manifest import DatasetError
-from pipeline.scan import OPENING, ROLES, TOKENS_AT_ONCE, Scan, most_frequent, open_dataset_tokenizer, scan
+from pipeline.report.scan import OPENING, ROLES, TOKENS_AT_ONCE, Scan, most_frequent, open_dataset_tokenizer, scan
 from pipeline.shards import PackedDataset
 from tests.forge import Rows, forge, make_dataset
 from tests.packed import Piece, make_packed, random_rows, with_byte_tokenizer
@@ -36,7 +36,7 @@ def roles_of(path: Path) -> dict[str, list[int]]:
 def test_pieces_of_many_shards_are_those_that_the_rows_hold(
     tmp_path: Path, max_tokens: int, compression: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pipeline.scan.TOKENS_AT_ONCE", 9 * max_tokens)  # two record batches, then one
+    monkeypatch.setattr("pipeline.report.scan.TOKENS_AT_ONCE", 9 * max_tokens)  # two record batches, then one
     rows = random_rows(num_rows=45, max_tokens=max_tokens, vocab_size=90)
     path = with_byte_tokenizer(
         make_packed(tmp_path / "d", rows, max_tokens=max_tokens, rows_in_shard=24, compression=compression)

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.figures import Figures, measure
+from pipeline.report.figures import Figures, measure
+from pipeline.report.signs import LEAST_COUNT, NUM_ROWS, RULES, Extremes, check_asked, choose, random_rows, suspicious
+from pipeline.report.strips import COLUMNS, NUM_STRIPS, PADDING, columns, picture, strip_rows
 from pipeline.shards import PackedDataset, Row
-from pipeline.signs import LEAST_COUNT, NUM_ROWS, RULES, Extremes, check_asked, choose, random_rows, suspicious
-from pipeline.strips import COLUMNS, NUM_STRIPS, PADDING, columns, picture, strip_rows
 from tests.packed import Piece
 from tests.talk import chat, document, make_talk, turn
 from trainer.plan import epoch_order

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from tests import runs
 from tests.packed import make_packed, random_rows
 from tests.runs import as_json, report, tables, tiles
-from trainer.runcharts import SMOOTH_FROM, running_mean, smoothed
-from trainer.runfigures import figures, total_steps
-from trainer.runlog import read
-from trainer.runtext import moment, span
+from trainer.report.charts import SMOOTH_FROM, running_mean, smoothed
+from trainer.report.figures import figures, total_steps
+from trainer.report.log import read
+from trainer.report.text import moment, span
 
 
 def quantile(values: list[float], percent: int) -> float:

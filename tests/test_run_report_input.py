@@ -13,9 +13,9 @@ import pytest
 
 from tests import runs
 from tests.runs import as_json, report, tables, tiles
-from trainer.report import main
-from trainer.runlog import read
-from trainer.runtext import differing
+from trainer.report.__main__ import main
+from trainer.report.log import read
+from trainer.report.text import differing
 
 
 def test_a_run_without_metrics_has_a_page_that_says_so(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What trainer.runlog makes of logs as kills, older versions and editors leave them."""
+"""What trainer.report.log makes of logs as kills, older versions and editors leave them."""
 
 import json
 import math
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from tests import runs
 from trainer import record
-from trainer.runlog import COLUMNS, CONFIG, GREATEST, VERSIONS, number, read, whole
+from trainer.report.log import COLUMNS, CONFIG, GREATEST, VERSIONS, number, read, whole
 
 
 def test_a_log_is_read_as_columns(tmp_path: Path) -> None:

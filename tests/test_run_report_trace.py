@@ -14,8 +14,8 @@ from tests import runs
 from tests.runs import as_json, report, tables
 from tests.traces import Event, kernel, launch, mark, op, span, two_steps
 from trainer import timeline
-from trainer.lanes import COLUMNS, LANES, coverage, picture
-from trainer.report import main
+from trainer.report.__main__ import main
+from trainer.report.lanes import COLUMNS, LANES, coverage, picture
 
 
 def save(path: Path, events: list[Event]) -> Path:

@@ -13,11 +13,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from tokenizers import Tokenizer
 
-import pipeline.viewer
+import pipeline.report.viewer
 from pipeline.manifest import DatasetError
 from pipeline.page import page, section
+from pipeline.report.viewer import MOST_BYTES, shown, viewer
 from pipeline.shards import PackedDataset
-from pipeline.viewer import MOST_BYTES, shown, viewer
 from tests.forge import make_dataset
 from tests.packed import Piece, make_packed, random_rows, with_byte_tokenizer
 
@@ -188,7 +188,7 @@ def test_an_id_that_the_vocabulary_lacks_is_shown_by_its_number(tmp_path: Path) 
 
 
 def test_what_is_left_out_of_long_rows_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipeline.viewer, "MOST_TOKENS", 10)
+    monkeypatch.setattr(pipeline.report.viewer, "MOST_TOKENS", 10)
     dataset = opened(tmp_path / "d", [whole("abcdefgh"), whole("xyz"), whole("z")], max_tokens=12)
     markup, _, data = viewer(dataset, [(0, "longest"), (1, "shortest")])
     assert [(row["length"], row["shown"]) for row in data["rows"]] == [(8, 5), (3, 3)]
@@ -201,7 +201,7 @@ def test_what_is_left_out_of_long_rows_is_said(tmp_path: Path, monkeypatch: pyte
 def test_a_row_that_is_cut_counts_all_of_it_and_lists_the_documents_that_are_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pipeline.viewer, "MOST_IN_ROW", 4)
+    monkeypatch.setattr(pipeline.report.viewer, "MOST_IN_ROW", 4)
     pieces: list[Piece] = [(i, ids("abc"), [False, True, True]) for i in range(4)]
     _, _, data = viewer(opened(tmp_path / "d", [pieces], max_tokens=16), [(0, "x")])
     (row,) = data["rows"]
@@ -220,7 +220,7 @@ def test_ids_that_hardly_ever_repeat_are_cut_to_the_size_that_a_page_has_room_fo
     assert data["rows"][8]["shown"] < 8192
     assert MOST_BYTES // 2 < len(page(title="t", parts=[section("v", markup)], script=script, data=data)) < 3_000_000
 
-    monkeypatch.setattr(pipeline.viewer, "MOST_BYTES", 10**9)
+    monkeypatch.setattr(pipeline.report.viewer, "MOST_BYTES", 10**9)
     _, _, data = viewer(dataset, all_rows)
     assert data["bytes"] == 4
     assert [token for cell, _ in cells(data, 8) for token in cell] == dataset[8].input_ids.tolist()

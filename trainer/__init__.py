@@ -16,8 +16,8 @@
     doctor    `python -m trainer.doctor`: this machine's kernels are right
     bench     `python -m trainer.bench`: how fast, and whether curves agree
     timeline  `python -m trainer.timeline`: where the time of a step went, by a trace that `tracing` wrote
-    report    `python -m trainer.report`: a run, or several, as a table and one page; without torch. `runlog` reads
-              them, `runfigures` counts, `runtext` and `runpage` (`runcharts`, `tracepage`, `lanes`) show
+    report    `python -m trainer.report`: a run, or several, as a table and one page; without torch. Its `log` reads
+              them, `figures` counts, `text` and `page` (`charts`, `traces`, `lanes`) show
 
 Of the offline half it imports `pipeline.shards` and the page kit `pipeline.page` alone.
 """

@@ -12,7 +12,7 @@ from pipeline.pack import pack
 from tests.browser.conftest import Visit
 from tests.traces import two_steps
 from trainer import train
-from trainer.report import main
+from trainer.report.__main__ import main
 
 SAMPLE = Path(__file__).resolve().parents[2] / "data" / "sample"
 SECTIONS = ["glance", "loss", "gradient", "speed", "steps", "time", "memory", "kernels", "numbers", "run"]

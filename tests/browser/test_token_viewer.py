@@ -10,11 +10,11 @@ import pytest
 from playwright.sync_api import Page
 from tokenizers import Tokenizer
 
-import pipeline.viewer
+import pipeline.report.viewer
 from pipeline.page import page as build
 from pipeline.page import section
+from pipeline.report.viewer import viewer
 from pipeline.shards import PackedDataset, Row
-from pipeline.viewer import viewer
 from tests.browser.conftest import Visit
 from tests.packed import Piece, make_packed, with_byte_tokenizer
 from tests.test_viewer import ids
@@ -258,7 +258,7 @@ def test_text_of_a_chat_never_becomes_an_element(visit: Visit, tmp_path: Path) -
 def test_of_a_row_that_is_cut_the_rest_is_said_and_the_last_document_shown_is_the_last(
     visit: Visit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pipeline.viewer, "MOST_IN_ROW", 5)
+    monkeypatch.setattr(pipeline.report.viewer, "MOST_IN_ROW", 5)
     pieces: list[Piece] = [(i, ids("abc"), [False, True, True]) for i in range(4)]
     page = visit(small_page(tmp_path, [pieces], max_tokens=16))
     assert page.locator("#viewer-pane .text").all_text_contents() == ["abc", "ab"]
@@ -276,7 +276,7 @@ def test_of_a_row_that_is_cut_the_rest_is_said_and_the_last_document_shown_is_th
 def test_more_different_tokens_than_two_bytes_can_number_are_shown_too(
     visit: Visit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pipeline.viewer, "MOST_BYTES", 10**9)
+    monkeypatch.setattr(pipeline.report.viewer, "MOST_BYTES", 10**9)
     rows = [[(i, list(range(i * 400, i * 400 + 400)), [False] * 400) for i in range(r, r + 55)] for r in (0, 55, 110)]
     page = visit(small_page(tmp_path, rows, max_tokens=22_000))
     page.locator("#viewer-row").select_option("2")

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from pipeline.page import Markup, element, figure, table
-from pipeline.scales import linear
-from trainer.runlog import Floats
+from pipeline.page.scales import linear
+from trainer.report.log import Floats
 from trainer.timeline import Event, Interval, Work, kind, union
 
 KINDS = ("matrix", "attention", "delta rule", "other", "copies")

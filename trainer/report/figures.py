@@ -1,6 +1,6 @@
 """The figures of a run, from its log and its ``config.json``: what the report says, whatever it is printed on.
 
-    figures(runlog.read(path), now=time.time()) -> Figures
+    figures(read(path), now=time.time()) -> Figures
 
 Guarantees: every figure is arithmetic over the logged numbers; what was not recorded is None, never 0. Quantiles are
 numpy's, interpolated between neighbours.
@@ -17,7 +17,7 @@ import numpy as np
 
 from pipeline.shards import PackedDataset
 from trainer.plan import Plan
-from trainer.runlog import COLUMNS, Floats, Run, number, whole
+from trainer.report.log import COLUMNS, Floats, Run, number, whole
 
 State = Literal["finished", "running", "stopped"]
 

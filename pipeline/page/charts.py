@@ -9,8 +9,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from pipeline.markup import Markup, element, figure, table
-from pipeline.scales import Scale, linear, logarithmic
+from pipeline.page.markup import Markup, element, figure, table
+from pipeline.page.scales import Scale, linear, logarithmic
 
 NUM_COLOURS = 8
 MOST_BARS = 120

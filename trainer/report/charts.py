@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from pipeline.page import Mark, Markup, Series, bars, element, lines, section, table
-from pipeline.scales import nice_step
-from trainer.runfigures import PERCENTILES
-from trainer.runlog import Floats, Run, whole
-from trainer.runtext import NOT_RECORDED, Pair, written
+from pipeline.page.scales import nice_step
+from trainer.report.figures import PERCENTILES
+from trainer.report.log import Floats, Run, whole
+from trainer.report.text import NOT_RECORDED, Pair, written
 
 SMOOTH_FROM = 200
 """From so many steps on, means are drawn where single steps would hide the course."""

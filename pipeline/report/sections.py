@@ -1,6 +1,6 @@
 """The parts of a report as names and what they are: printed in a terminal, and in the page beside its pictures.
 
-Guarantees: every figure comes from ``pipeline.figures``; a recipe that lacks a field is an error that names it.
+Guarantees: every figure comes from ``pipeline.report.figures``; a recipe that lacks a field is an error that names it.
 """
 
 import json
@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from pipeline.copies import Copies
-from pipeline.figures import Figures, Spread
 from pipeline.manifest import Manifest, damaged
-from pipeline.oddities import equations, looks_odd, share
-from pipeline.scan import OPENING
-from pipeline.signs import suspicious
+from pipeline.report.copies import Copies
+from pipeline.report.figures import Figures, Spread
+from pipeline.report.oddities import equations, looks_odd, share
+from pipeline.report.scan import OPENING
+from pipeline.report.signs import suspicious
 
 Lines = list[tuple[str, str]]
 NOTHING: Lines = [("-", "Nothing.")]

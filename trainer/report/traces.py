@@ -14,8 +14,8 @@ from typing import Any
 
 from pipeline.page import Markup, element, facts, section, table
 from trainer import timeline
-from trainer.lanes import KINDS, Lanes, draw, picture
-from trainer.runcharts import roomy, side_by_side
+from trainer.report.charts import roomy, side_by_side
+from trainer.report.lanes import KINDS, Lanes, draw, picture
 
 TOP = 15
 """Kernels listed."""

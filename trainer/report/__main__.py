@@ -4,7 +4,7 @@
     python -m trainer.report runs/A runs/B              laid over one another, with what differs
     python -m trainer.report runs/NAME --trace BEFORE AFTER      where a step's time goes, by two profiler traces
 
-    RUN ── runlog.read ──▶ Run ── figures ──▶ Figures ── runtext, runpage ──▶ table, page
+    RUN ── log.read ──▶ Run ── figures ──▶ Figures ── text, page ──▶ table, page
 
 Guarantees: every figure is arithmetic over the log; a run that goes on is read as it is at this moment, and not
 disturbed. The page loads nothing and runs nothing. Needs no torch.
@@ -23,13 +23,13 @@ from typing import Annotated, Any
 
 import tyro
 
-from pipeline.charts import NUM_COLOURS
-from trainer.runfigures import as_json, figures
-from trainer.runlog import TRACE, read
-from trainer.runpage import as_page
-from trainer.runtext import Pair, as_text, concerns, differing, printable
+from pipeline.page.charts import NUM_COLOURS
+from trainer.report.figures import as_json, figures
+from trainer.report.log import TRACE, read
+from trainer.report.page import as_page
+from trainer.report.text import Pair, as_text, concerns, differing, printable
+from trainer.report.traces import Trace, load
 from trainer.timeline import table as trace_table
-from trainer.tracepage import Trace, load
 
 REPORT = "report.html"
 

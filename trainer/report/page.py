@@ -12,12 +12,12 @@ from itertools import pairwise
 from typing import Any
 
 from pipeline.page import Markup, element, facts, page, section, shares, table, tiles, warning
-from trainer import runtext
-from trainer.runcharts import chart, courses, missing, roomy, side_by_side
-from trainer.runfigures import GIB, Figures
-from trainer.runlog import Run
-from trainer.runtext import NAMES, NOT_RECORDED, Pair, concerns, differing, moment, projected_end, span, written
-from trainer.tracepage import Trace, trace_section
+from trainer.report import text
+from trainer.report.charts import chart, courses, missing, roomy, side_by_side
+from trainer.report.figures import GIB, Figures
+from trainer.report.log import Run
+from trainer.report.text import NAMES, NOT_RECORDED, Pair, concerns, differing, moment, projected_end, span, written
+from trainer.report.traces import Trace, trace_section
 
 IDENTITIES = {
     "dataset_id": "dataset", "fingerprint": "its fingerprint", "eval_dataset_id": "evaluation dataset",
@@ -59,7 +59,7 @@ def as_page(pairs: Sequence[Pair], *, traces: Sequence[Trace], now: float, troub
 def _glance(pairs: Sequence[Pair]) -> Markup:
     """Tiles of one run; of several a table side by side."""
     if len(pairs) > 1:
-        columns = [runtext.lines(f) for _, f in pairs]
+        columns = [text.lines(f) for _, f in pairs]
         rows = [(cells[0][0], *(text for _, text in cells)) for cells in zip(*columns, strict=True)]
         return table(("", *(f.name for _, f in pairs)), rows, caption="Runs side by side")
     _, f = pairs[0]

@@ -7,7 +7,7 @@
 
 Guarantees: every figure comes from the rows, and where the manifest says otherwise, that is the first thing said. The
 page loads nothing, and runs nothing but its own viewer. Proves nothing: that is ``pipeline.verify``.
-Costs: 40 ns a token on one core, a few seconds to start; memory as in ``pipeline.figures``. Needs polars.
+Costs: 40 ns a token on one core, a few seconds to start; memory as in ``pipeline.report.figures``. Needs polars.
 """
 
 from pipeline.interrupt import hear, quiet_imports
@@ -23,13 +23,13 @@ from typing import Annotated, Any
 
 import tyro
 
-from pipeline.compare import compare, comparison_page
-from pipeline.dataset_page import dataset_page
-from pipeline.figures import measure
-from pipeline.numbers import numbers
-from pipeline.sections import Lines, Part, parts
+from pipeline.report.compare import compare, comparison_page
+from pipeline.report.figures import measure
+from pipeline.report.numbers import numbers
+from pipeline.report.page import dataset_page
+from pipeline.report.sections import Lines, Part, parts
+from pipeline.report.signs import check_asked
 from pipeline.shards import REPORT, PackedDataset, publish
-from pipeline.signs import check_asked
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

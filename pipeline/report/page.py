@@ -2,23 +2,23 @@
 
     data = dataset_page(dataset, figures, asked=[12])
 
-Guarantees: every number comes from ``pipeline.figures`` or ``pipeline.sections``, as the terminal's and ``--json``'s
-do; no network, and no script but the viewer's.
+Guarantees: every number comes from ``pipeline.report.figures`` or ``pipeline.report.sections``, as the terminal's and
+``--json``'s do; no network, and no script but the viewer's.
 """
 
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from pipeline import sections
-from pipeline.copies import Copies
-from pipeline.figures import Figures
-from pipeline.oddities import looks_odd, num_rejected, share
 from pipeline.page import Mark, Markup, bars, facts, flow, page, ranked, section, shares, table, tiles, warning
-from pipeline.scan import OPENING
+from pipeline.report import sections
+from pipeline.report.copies import Copies
+from pipeline.report.figures import Figures
+from pipeline.report.oddities import looks_odd, num_rejected, share
+from pipeline.report.scan import OPENING
+from pipeline.report.signs import NUM_EACH, RULES, choose, suspicious
+from pipeline.report.strips import picture, strip_rows
+from pipeline.report.viewer import viewer
 from pipeline.shards import PackedDataset
-from pipeline.signs import NUM_EACH, RULES, choose, suspicious
-from pipeline.strips import picture, strip_rows
-from pipeline.viewer import viewer
 
 
 def dataset_page(dataset: PackedDataset, f: Figures, *, asked: Sequence[int] = ()) -> bytes:

@@ -15,8 +15,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from pipeline.charts import Mark, Series, bars, flow, lines, ranked, shares
-from pipeline.markup import Markup, Section, element, facts, figure, scrolling, section, table, tiles, warning
+from pipeline.page.charts import Mark, Series, bars, flow, lines, ranked, shares
+from pipeline.page.markup import Markup, Section, element, facts, figure, scrolling, section, table, tiles, warning
 
 __all__ = [
     "Mark", "Markup", "Series", "bars", "element", "facts", "figure", "flow", "lines", "page", "ranked", "scrolling",

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from pipeline.markup import Markup, element
+from pipeline.page.markup import Markup, element
 from pipeline.shards import DatasetError, PackedDataset, Row
 
 MOST_ROWS = 24

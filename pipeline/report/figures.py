@@ -3,7 +3,7 @@
     figures = measure(PackedDataset.open("data/packed"))
 
 Guarantees: every figure comes from the rows and from ``rejects.jsonl``, none from the manifest.
-Costs: one pass over the rows (``pipeline.scan``) and 150 bytes of memory a piece. Needs polars.
+Costs: one pass over the rows (``pipeline.report.scan``) and 150 bytes of memory a piece. Needs polars.
 """
 
 from collections import Counter
@@ -15,11 +15,11 @@ import numpy as np
 from pipeline.accounts import read_lines
 from pipeline.assemble import piece_width
 from pipeline.bounds import lower_bound
-from pipeline.copies import Copies, documents, identical_documents, repeated_openings
 from pipeline.manifest import Manifest
-from pipeline.scan import ROLES, open_dataset_tokenizer, scan
+from pipeline.report.copies import Copies, documents, identical_documents, repeated_openings
+from pipeline.report.scan import ROLES, open_dataset_tokenizer, scan
+from pipeline.report.signs import Extremes, Sign, extremes, find_signs
 from pipeline.shards import PackedDataset
-from pipeline.signs import Extremes, Sign, extremes, find_signs
 from pipeline.source import Reject
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class Role:
     """What is said in the turns of one role."""
 
     name: str
-    """One of ``pipeline.scan.ROLES``."""
+    """One of ``pipeline.report.scan.ROLES``."""
     turns: int
     """How many."""
     tokens: int

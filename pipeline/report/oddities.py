@@ -6,8 +6,8 @@ Guarantees: one plain sentence for each, in the same order every time.
 from collections.abc import Iterator
 from typing import Any
 
-from pipeline.figures import Figures
 from pipeline.manifest import damaged, differing_fields
+from pipeline.report.figures import Figures
 from pipeline.summary import TOOL_TAGS_SHARE
 
 LEAST_TARGETS, LEAST_FILL, MOST_LOST = 0.10, 0.99, 0.01  # shares beyond which something looks odd

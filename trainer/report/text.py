@@ -10,8 +10,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from trainer.runfigures import LISTED, Count, Figures, Summary
-from trainer.runlog import METRICS, Run
+from trainer.report.figures import LISTED, Count, Figures, Summary
+from trainer.report.log import METRICS, Run
 
 Pair = tuple[Run, Figures]
 

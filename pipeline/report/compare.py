@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline import sections
-from pipeline.copies import documents
-from pipeline.figures import Figures, histogram
 from pipeline.manifest import differing_fields
 from pipeline.page import Markup, Series, facts, lines, page, section, table
-from pipeline.sections import NOTHING, Lines, Part
+from pipeline.report import sections
+from pipeline.report.copies import documents
+from pipeline.report.figures import Figures, histogram
+from pipeline.report.sections import NOTHING, Lines, Part
 
 VERSION = 1
 _OF_MANIFEST = ("chats_read", "tokens_rendered", "tokens_cut", "tokens_rejected", "rounds_cut")

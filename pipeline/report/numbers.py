@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from pipeline.figures import Figures
-from pipeline.oddities import looks_odd
-from pipeline.signs import RULES, choose, suspicious
-from pipeline.strips import strip_rows
+from pipeline.report.figures import Figures
+from pipeline.report.oddities import looks_odd
+from pipeline.report.signs import RULES, choose, suspicious
+from pipeline.report.strips import strip_rows
 
 VERSION = 1
 

@@ -133,10 +133,13 @@ def test_a_full_dataset_with_many_targets_has_nothing_odd(tmp_path: Path) -> Non
 
 def test_few_targets_and_padding_look_odd(tmp_path: Path) -> None:
     piece = (1, [5] * 30, [False] * 29 + [True])
-    odd = list(looks_odd(figures_of(by_hand(tmp_path / "d", [[piece]], max_tokens=40))))
+    few = "Only 3.3% of the tokens are targets: look at the roles of the messages and at --targets."
+    odd = list(looks_odd(figures_of(by_hand(tmp_path / "one", [[piece]], max_tokens=40))))
+    assert odd == [few]  # less padding than a row has: what is left of the last one
+    odd = list(looks_odd(figures_of(by_hand(tmp_path / "three", [[piece]] * 3, max_tokens=59))))
     assert odd == [
-        "Only 3.3% of the tokens are targets: look at the roles of the messages and at --targets.",
-        "The fill is only 75.00%: no packing of these pieces needs fewer rows.",
+        few,
+        "The fill is only 50.85%: no packing of these pieces needs fewer rows.",
     ]
 
 

@@ -23,7 +23,7 @@ def looks_odd(f: Figures) -> Iterator[str]:
     if (part := share(found["targets"], found["tokens"])) < LEAST_TARGETS:
         yield f"Only {part:.1%} of the tokens are targets: look at the roles of the messages and at --targets."
     fill = share(found["tokens"], found["tokens"] + found["padding"])
-    if fill < LEAST_FILL:
+    if fill < LEAST_FILL and found["padding"] >= f.manifest.max_tokens:  # less is what is left of the last row
         above = found["rows"] - f.least_rows
         why = "no packing of these pieces needs fewer rows" if above <= 0 else f"rows above the bound: {above:,}"
         yield f"The fill is only {fill:.2%}: {why}."

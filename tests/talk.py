@@ -16,9 +16,10 @@ Turn = tuple[list[int], list[bool]]
 
 @cache
 def tokenizer() -> Tokenizer:
-    """Every byte, U+FFFD as one token, and ADDED."""
-    held = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "ï¿", "ï¿½"]
-    made = Tokenizer(models.BPE({token: i for i, token in enumerate(held)}, [("ï", "¿"), ("ï¿", "½")]))
+    """Every byte, U+FFFD as one token, alone and behind a space, and ADDED."""
+    held = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "ï¿", "ï¿½", "Ġï¿½"]
+    merges = [("ï", "¿"), ("ï¿", "½"), ("Ġ", "ï¿½")]
+    made = Tokenizer(models.BPE({token: i for i, token in enumerate(held)}, merges))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
     made.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in ADDED])

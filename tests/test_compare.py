@@ -9,10 +9,11 @@ import pytest
 
 from pipeline.report.__main__ import as_text, main
 from pipeline.report.compare import Comparison, compare, comparison_page
-from pipeline.report.figures import measure
+from pipeline.report.figures import Figures, measure
 from pipeline.shards import PackedDataset
 from tests.forge import make_dataset
 from tests.packed import make_packed, with_byte_tokenizer
+from tests.parsed import cells
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +72,24 @@ def test_documents_in_both_are_those_whose_tokens_are_the_same(both: tuple[Path,
     a, b = whole(both[0]), whole(both[1])
     assert found.shared == (sum(ids in b for ids in a), sum(ids in a for ids in b))
     assert 0 < found.shared[0] < len(a)
+
+
+def test_differences_are_b_less_a_and_lengths_are_per_cent_of_the_pieces_of_each(tmp_path: Path) -> None:
+    def laid(name: str, lengths: list[int]) -> Figures:
+        rows = [[(i, [5] * num, [False] + [True] * (num - 1))] for i, num in enumerate(lengths)]
+        return measure(PackedDataset.open(with_byte_tokenizer(make_packed(tmp_path / name, rows, max_tokens=10))))
+
+    found = compare(laid("a", [2, 3, 3, 4]), laid("b", [3, 4, 4, 4, 4]))
+    assert dict(found.parts()[1].lines)["tokens"] == "12 -> 19 (+7)"
+    page = comparison_page(found, names=["a", "b"]).decode()
+    totals = cells(page.split('id="totals"')[1])
+    assert ["rows", "4", "5", "+1"] in totals
+    assert ["tokens", "12", "19", "+7"] in totals
+    assert ["fill", "30.000%", "38.000%", ""] in totals
+    backwards = compare(found.b, found.a)
+    assert dict(backwards.parts()[1].lines)["tokens"] == "19 -> 12 (-7)"
+    drawn = {float(row[0]): row[1:] for row in cells(page.split('id="lengths"')[1])[1:]}
+    assert drawn == {0.5: ["0", "0"], 1.5: ["0", "0"], 2.5: ["25", "0"], 3.5: ["50", "20"], 4.5: ["25", "80"]}
 
 
 def test_a_dataset_equals_itself(both: tuple[Path, Path]) -> None:

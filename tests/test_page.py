@@ -134,6 +134,13 @@ def test_a_name_that_is_no_unicode_does_not_stop_the_page() -> None:
     assert b"<h1>bad ?</h1>" in page(title="bad \udcff", parts=[])
 
 
+def test_a_table_whose_corner_is_empty_has_names_of_rows() -> None:
+    made = table(["", "ms"], [["CPU", "5"]], caption="c", numeric=(1,))
+    assert '<tr><td></td><th class="n" scope="col">ms</th></tr>' in made
+    assert '<tr><th scope="row">CPU</th><td class="n">5</td></tr>' in made
+    assert "<tr><td>CPU</td><td>5</td></tr>" in table(["what", "ms"], [["CPU", "5"]], caption="c")
+
+
 def test_a_picture_is_named_and_described_inside_itself_and_has_its_table_folded() -> None:
     svg = Markup('<svg viewBox="0 0 9 9"><rect/></svg>')
     made = figure(svg, title="Rows", text="What they hold.", fallback=table(["a"], [["1"]], caption="c"))

@@ -1,7 +1,9 @@
 """What a report says is counted by hand here and agrees with the manifest; the command does what its help says."""
 
 import json
+import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ from pipeline.manifest import DatasetError
 from pipeline.report.__main__ import as_text, main
 from pipeline.report.figures import Figures, measure
 from pipeline.report.oddities import looks_odd
-from pipeline.report.sections import parts
+from pipeline.report.sections import Part, account, limits, parts
 from pipeline.shards import PackedDataset
 from pipeline.verify import verify_hashes, verify_semantics
 from tests.forge import forge, make_dataset
@@ -24,6 +26,7 @@ LONG, SHORT, FULL = (
     (9, [6] * 3, [False, False, True]),
     (4, [7] * 10, [False] + [True] * 9),
 )
+ROOT = Path(__file__).resolve().parent.parent
 BY_HAND: list[list[Piece]] = [[LONG, SHORT], [FULL], [SHORT]]
 """Three rows of 10 tokens: 9 with a tail of 1, 10, 3 with a tail of 7."""
 
@@ -105,7 +108,7 @@ def test_other_ways_to_fill_rows_cost_what_laying_them_out_costs(tmp_path: Path)
     # By doc_id: 10 tokens, 6, 3, 3: the second row of concatenation is 6 + 3 + 1, so one document is cut.
     assert [(w.name, w.rows, w.padding, w.cut) for w in f.ways] == [
         ("these rows", 3, 8, 0),
-        ("one document a row", 4, 18, 0),
+        ("one piece a row", 4, 18, 0),
         ("concatenation", 3, 8, 1),
     ]
     assert [w.fill for w in f.ways] == [22 / 30, 22 / 40, 22 / 30]
@@ -118,10 +121,11 @@ def test_a_recipe_that_lacks_a_field_is_an_error(tmp_path: Path, packed: Path, p
         parts(f)
 
 
-def test_rejects_that_are_not_counted_are_an_error(tmp_path: Path, packed: Path) -> None:
+def test_rejected_chats_are_those_of_the_lines_whatever_the_manifest_holds(tmp_path: Path, packed: Path) -> None:
     f = figures_of(forge(packed, tmp_path / "d", body=lambda body: body["totals"].update(rejected={"no_target": "x"})))
-    with pytest.raises(DatasetError, match=r"totals\.rejected: expected a count for each reason"):
-        parts(f)
+    num = sum(PackedDataset.open(packed).manifest.totals["rejected"].values())
+    assert f" packed + {num} rejected" in as_text(parts(f))
+    assert "(manifest -> rows): totals.rejected." in " ".join(looks_odd(f))
 
 
 # ----------------------------------------------------------------------------------------- what is said
@@ -156,9 +160,6 @@ def test_a_piece_without_a_target_looks_odd(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "said"),
     [
-        ("truncated", 2, "% of the chats are truncated"),
-        ("split", 9, "% of the chats are split"),
-        ("rejected", {"no_target": 5}, "% of the chats are rejected"),
         ("tokens_cut", 10**6, "% of the tokens are cut"),
         ("escaped", 77, "manifest -> rows): totals.escaped: 77 -> 1"),
         ("rejected", {"no_target": 5}, "totals.rejected"),
@@ -171,6 +172,15 @@ def test_totals_that_lose_much_or_are_wrong_look_odd(
 ) -> None:
     path = forge(packed, tmp_path / "d", body=lambda body: body["totals"].update({name: value}))
     assert said in " ".join(looks_odd(figures_of(path)))
+
+
+@pytest.mark.parametrize(("overflow", "kind"), [("split", "split"), ("truncate", "truncated"), ("drop", "rejected")])
+def test_the_share_of_chats_that_are_not_whole_looks_odd(tmp_path: Path, overflow: str, kind: str) -> None:
+    f = figures_of(make_dataset(tmp_path, overflow=overflow))
+    num, read = f.totals[kind], f.manifest.totals["chats_read"]
+    num = sum(num.values()) if kind == "rejected" else num
+    assert num / read > 0.01
+    assert any(sentence.startswith(f"{num / read:.1%} of the chats are {kind}: ") for sentence in looks_odd(f))
 
 
 def test_tool_tags_in_contents_look_odd(tmp_path: Path, packed: Path) -> None:
@@ -189,6 +199,48 @@ def test_the_account_adds_up_in_the_text(packed: Path) -> None:
     totals = PackedDataset.open(packed).manifest.totals
     for reason, num in totals["rejected"].items():
         assert re.search(rf"rejected: {reason} +{num}; doc_ids [0-9]", text)
+
+
+def test_what_is_said_of_rows_cut_rounds_and_attention_is_counted_by_hand(tmp_path: Path) -> None:
+    body = {"rounds_cut": 5, "tokens_cut": 70, "tokens_rejected": 30, "tokens_rendered": 122}
+    path = by_hand(tmp_path / "d", BY_HAND)
+    f = figures_of(forge(path, tmp_path / "forged", body=lambda held: held["totals"].update(body)))
+    size = (tmp_path / "forged" / "shard-00000.arrow").stat().st_size
+    said = dict(account(f))
+    assert said["tokens"] == "122 rendered = 22 in rows + 70 cut + 30 rejected"
+    assert said["cut"] == "5 rounds left out whole"
+    assert said["rows"] == (
+        f"3 in 1 shard, {size:,} bytes; no packing of these pieces has fewer than 3: 0 above that bound"
+    )
+    share = 154 / (3 * 10**2)
+    assert dict(limits(f))["attention"] == (
+        f"sum of squared lengths 154: {share:.1%} of what a document per full row costs"
+    )
+    above = dict(account(figures_of(by_hand(tmp_path / "two", [[SHORT], [SHORT]]))))["rows"]
+    assert above.endswith("has fewer than 1: 1 above that bound")
+
+
+def test_one_of_a_kind_is_not_said_in_the_plural(tmp_path: Path) -> None:
+    path = by_hand(tmp_path / "d", [[(0, [5, 6], [False, True])]])
+    said = as_text(parts(figures_of(path)))
+    for words in ("10 in 1 row of 10", "in 1 shard", "1 of 1 document", "1 target, 50.0%", "1 row, 8 of padding"):
+        assert words in said
+    assert not re.findall(r"(?<![\d,.])1 (?:rows|shards|files|documents|turns|groups|targets)\b", said)
+
+
+def test_a_terminal_of_any_width_is_not_overrun(packed: Path) -> None:
+    bars = {"width": 1, "counts": [1, 0, 40, 20]}
+    part = Part(title="Lengths", lines=[("mean", "one two three four five six"), ("id", "x" * 70)], bars=bars)
+    head = ["Lengths", "  mean  one two three four five", "        six", f"  id    {'x' * 70}"]
+    for width, longest in ((31, 8), (60, 31), (100, 40), (200, 40)):
+        lines = as_text([part], width=width).splitlines()
+        assert width > 31 or lines[:4] == head
+        drawn = [-(-count * longest // 40) for count in bars["counts"]]
+        assert [line.count("█") for line in lines[-4:]] == drawn
+        assert lines[-2].split()[:2] == ["2", "40"]
+    for width in (60, 80):
+        for line in as_text(parts(figures_of(packed)), width=width).splitlines():
+            assert len(line) <= width or re.search(r"\S{50}$", line)
 
 
 def test_copies_look_odd(tmp_path: Path) -> None:
@@ -272,3 +324,43 @@ def test_a_folder_that_is_no_dataset_is_an_error(
     for arguments in ([str(tmp_path)], [str(packed), str(tmp_path)]):
         assert run(monkeypatch, *arguments) == 1
         assert "is not a packed dataset" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "shard-00000.arrow", "rejects.jsonl", "tokenizer/x.html", "p.html"])
+def test_a_page_never_replaces_a_file_of_a_dataset_or_lies_among_them(
+    packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    link = tmp_path / "link"
+    link.symlink_to(packed)
+    before = {path: path.read_bytes() for path in packed.rglob("*") if path.is_file()}
+    other = by_hand(tmp_path / "other", BY_HAND)
+    for arguments in ([str(packed)], [str(other), str(packed)]):
+        assert run(monkeypatch, *arguments, "--out", str(link / name)) == 1
+        assert (
+            f"error: --out {link / name}: in a dataset's folder a page is called report.html" in capsys.readouterr().err
+        )
+    assert before == {path: path.read_bytes() for path in packed.rglob("*") if path.is_file()}
+
+
+def command(*arguments: str, **settings: Any) -> subprocess.CompletedProcess[bytes]:
+    return subprocess.run([sys.executable, "-m", "pipeline.report", *arguments], cwd=ROOT, check=False, **settings)
+
+
+def test_whoever_stops_reading_gets_the_page_and_no_complaint(packed: Path, tmp_path: Path) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = command(str(packed), "--out", str(tmp_path / "p.html"), stdout=writer, stderr=subprocess.PIPE)
+    os.close(writer)
+    assert done.returncode == 0
+    assert b"rror" not in done.stderr
+    assert (tmp_path / "p.html").read_text().endswith("</html>\n")
+
+
+def test_a_terminal_that_cannot_spell_every_sign_gets_all_others(packed: Path, tmp_path: Path) -> None:
+    env = os.environ | {"PYTHONIOENCODING": "latin-1"}
+    done = command(str(packed), "--out", str(tmp_path / "p.html"), env=env, capture_output=True)
+    assert done.returncode == 0, done.stderr
+    assert "What looks odd" in done.stdout.decode("latin-1")
+    assert b"???" in done.stdout  # bars
+    done = command(str(packed), "--json", env=env, capture_output=True)
+    assert json.loads(done.stdout)["format"] == "packed-report"

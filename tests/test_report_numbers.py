@@ -150,6 +150,10 @@ def test_totals_and_limits(counted: dict[str, Any], printed: Printed, page: Tabl
     }
     assert min(kinds["split"], kinds["escaped"], kinds["rejected"]) > 0
     assert f"{totals['rows']:,}" in page.lists
+    assert page.lists[page.lists.index("Tokens") + 1] == f"{totals['tokens']:,}"
+    assert found["shards"] == [
+        {"rows": totals["rows"], "bytes": (path.parent / "shard-00000.arrow").stat().st_size},
+    ]
     assert f"{totals['targets'] / totals['tokens']:.1%}" in page.lists
     assert f"{totals['tokens'] / (totals['rows'] * T):.3%}" in page.lists
     assert f"{counted['limits']['max_token_id']:,}" in page.lists
@@ -187,9 +191,10 @@ def test_histograms_and_spreads(counted: dict[str, Any], printed: Printed, page:
             at = int(p) / 100 * (len(ordered) - 1)
             assert value in (ordered[int(at)], ordered[-(-int(p) * (len(ordered) - 1) // 100)])
         assert (spread["percentiles"]["0"], spread["percentiles"]["100"]) == (ordered[0], ordered[-1])
-    drawn = page.tables["Lengths of documents"][1:]
+        assert {type(value) for value in spread["percentiles"].values()} == {type(values[0])}  # 164, not 164.0
+    drawn = page.tables["Lengths of pieces"][1:]
     assert sum(int(row[-1].replace(",", "")) for row in drawn) == len(lengths)
-    listed = {row[0]: row[1:] for row in page.tables["Mean and percentiles, over documents and over rows"][1:]}
+    listed = {row[0]: row[1:] for row in page.tables["Mean and percentiles, over pieces and over rows"][1:]}
     assert listed["most"] == [f"{max(lengths):,}", f"{max(per_row):,}", f"{max(shares):.1%}"]
     assert listed["mean"][0] == f"{sum(lengths) / len(lengths):,.1f}"
 
@@ -205,7 +210,7 @@ def test_other_ways_to_fill_rows(counted: dict[str, Any], printed: Printed, page
         cut += at // T != (at + length - 1) // T
         at += length
     expected = [
-        ("these rows", rows, 0), ("one document a row", len(counted["pieces"]), 0),
+        ("these rows", rows, 0), ("one piece a row", len(counted["pieces"]), 0),
         ("concatenation", -(-total // T), cut),
     ]  # fmt: skip
     assert printed[0]["ways"] == [
@@ -286,12 +291,15 @@ def test_rows_to_look_at(counted: dict[str, Any], printed: Printed, page: Tables
     shortest = sorted(range(num_rows), key=lambda row: (sum(of_row[row]), min(of_row[row]), row))[:6]
     assert [entry["row"] for entry in found["longest"]] == longest
     assert [entry["row"] for entry in found["shortest"]] == shortest
+    assert [entry["values"] for entry in found["longest"]] == [[max(of_row[row])] for row in longest]
+    assert [entry["values"] for entry in found["shortest"]] == [[sum(of_row[r]), min(of_row[r])] for r in shortest]
     fewest = min(range(num_rows), key=lambda row: (targets[row] / sum(of_row[row]), row))
-    sign = next(sign for sign in found["signs"] if sign["name"] == "fewest targets")
     share = targets[fewest] / sum(of_row[fewest])
-    assert sign["rows"] == [{"row": fewest, "why": f"{share:.1%} of its tokens are targets"}]
-    listed = page.tables["Longest, shortest, most suspicious"][1:]
-    every = [(kind, entry) for kind in ("longest", "shortest", "suspicious") for entry in found[kind][:6]]
+    why = f"the least of all rows: {share:.1%} targets"
+    assert found["extreme"][0] == {"row": fewest, "why": why, "values": [share]}
+    listed = page.tables["Longest, shortest, suspicious, extreme"][1:]
+    kinds = ("longest", "shortest", "suspicious", "extreme")
+    every = [(kind, entry) for kind in kinds for entry in found[kind][:6]]
     assert listed == [[f"{entry['row']:,}", kind, entry["why"]] for kind, entry in every]
     assert found["viewer"][0] == {"row": 2, "why": found["viewer"][0]["why"]}
     assert found["viewer"][0]["why"].startswith("asked for")
@@ -303,12 +311,12 @@ def test_rows_to_look_at(counted: dict[str, Any], printed: Printed, page: Tables
 
 
 def test_strips(counted: dict[str, Any], printed: Printed, page: Tables) -> None:
-    rows = printed[0]["strips"]
     targets: Counter[int] = Counter()
     tokens: Counter[int] = Counter()
     for row, ids, num in counted["pieces"].values():
         targets[row] += num
         tokens[row] += len(ids)
-    assert page.tables["The rows of the picture"][1:] == [
-        [f"{row:,}", f"{counted['per_row'][row]:,}", f"{targets[row]:,}", f"{T - tokens[row]:,}"] for row in rows
-    ]
+    rows = [row["row"] for row in printed[0]["strips"]]
+    expected = [(row, counted["per_row"][row], targets[row], T - tokens[row]) for row in rows]
+    assert [tuple(row.values()) for row in printed[0]["strips"]] == expected
+    assert page.tables["The rows of the picture"][1:] == [[f"{number:,}" for number in row] for row in expected]

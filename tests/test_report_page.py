@@ -17,6 +17,7 @@ from pipeline.report.sections import parts
 from pipeline.shards import PackedDataset, ShardRows, publish, rows_per_shard, shard_bytes, shard_name
 from tests.forge import Rows, forge, make_dataset
 from tests.packed import make_packed, small_recipe, with_byte_tokenizer
+from tests.parsed import cells
 from tests.talk import chat, make_talk, tokenizer
 
 
@@ -109,6 +110,37 @@ def test_a_dataset_without_rows_has_a_report(tmp_path: Path) -> None:
     assert Tags(page_of(path)).open == []
 
 
+def test_what_left_on_the_way_from_chats_to_targets_is_told_step_by_step(tmp_path: Path) -> None:
+    lines = (
+        b'{"detail":"9 of 99 tokens kept in 1 pieces","doc_id":1,"reason":"","what":"truncated"}\n'
+        b'{"detail":"99 of 99 tokens kept in 2 pieces","doc_id":2,"reason":"","what":"split"}\n'
+        b'{"detail":"99 of 99 tokens kept in 2 pieces","doc_id":3,"reason":"","what":"split"}\n'
+        b'{"detail":"","doc_id":7,"reason":"no_target","what":"rejected"}\n'
+    )
+    rows = [[chat(i, "why?", "because")] for i in range(7)]
+    num, targets = len(rows[0][0][1]), sum(rows[0][0][2])
+    totals = {"chats_read": 10, "tokens_rendered": 2000, "tokens_cut": 70, "tokens_rejected": 300}
+    path = make_talk(tmp_path, rows, max_tokens=80, rejects=lines, body=lambda body: body["totals"].update(totals))
+    flow = page_of(path).split('id="from-chats-to-targets"')[1].split("</section>")[0]
+    chats, tokens, places, kinds = (cells(f"<table{part}") for part in flow.split("<table")[1:])
+    assert [row[:1] + row[2:] for row in chats[1:]] == [
+        ["read", "10", "100.0%", ""],
+        ["packed", "7", "70.0%", "rejected: 1 no_target"],
+        ["packed whole", "4", "40.0%", "1 truncated, 2 split into several"],
+    ]
+    assert [row[:1] + row[2:] for row in tokens[1:]] == [
+        ["rendered", "2,000", "100.0%", ""],
+        ["of packed chats", "1,700", "85.0%", "of rejected chats: 300"],
+        ["in rows", f"{7 * num}", f"{7 * num / 2000:.1%}", "cut from documents longer than a row: 70"],
+        ["targets", f"{7 * targets}", f"{7 * targets / 2000:.1%}", f"read, not predicted: {7 * (num - targets)}"],
+    ]
+    assert [row[:2] for row in places[1:]] == [
+        ["targets", f"{7 * targets}"], ["other tokens", f"{7 * (num - targets)}"], ["padding", f"{7 * (80 - num)}"],
+        ["all", "560"],
+    ]  # fmt: skip
+    assert kinds[1:] == [["rejected: no_target", "1", "7"], ["split", "2", "2, 3"], ["truncated", "1", "1"]]
+
+
 def test_one_row_is_drawn(tmp_path: Path) -> None:
     path = make_talk(tmp_path, [[chat(0, "why?", "because")]], max_tokens=80)
     page = page_of(path)
@@ -129,9 +161,9 @@ def test_every_row_length_is_drawn(tmp_path: Path, max_tokens: int) -> None:
     assert Tags(page).open == []
     strips = page.split('class="strips"')[1].split("</svg>")[0]
     left, wide = 20, 960
-    starts = {int(x) for x in re.findall(r"M(\d+) ", strips)}
+    starts = {float(x) for x in re.findall(r"M([\d.]+) ", strips)}
     assert left in starts  # the document
-    assert left + wide // 2 in starts  # the padding
+    assert left + wide / 2 + 0.5 in starts  # the padding
     assert len(page) < 3e6
 
 
@@ -201,5 +233,6 @@ def test_a_hundred_thousand_rows_are_counted_and_drawn(large: tuple[Path, np.nda
     assert {int(low): int(num.replace(",", "")) for low, num in drawn} == {
         i: num for i, num in enumerate(counts) if num
     }
+    assert f"<dd>{lengths.sum() / 1e6:.2f} M</dd>" in page
     assert "64 of 100,000 rows, evenly spaced from the first to the last." in page
     assert len(page) < 3e6

@@ -74,6 +74,13 @@ def test_a_dataset_without_rows_gives_none(tmp_path: Path) -> None:
     assert (len(found.pieces), len(found.rows), found.roles.sum(), found.max_token_id) == (0, 0, 0, 0)
 
 
+def test_tokens_that_hold_a_replacement_character_anywhere_are_counted(tmp_path: Path) -> None:
+    text = "x \ufffd,\ufffd and x"
+    assert len(ids(text)) == len(text) - 1  # the first and the space before it are one token
+    found = scan_of(make_talk(tmp_path, [[document(0, turn("user", text))], [chat(1, "a", "b")]], max_tokens=80))
+    assert found.rows["replaced"].to_list() == [2, 0]
+
+
 # ------------------------------------------------------------------------------------------------ roles
 
 

@@ -9,10 +9,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.report.figures import Figures, measure
-from pipeline.report.signs import LEAST_COUNT, NUM_ROWS, RULES, Extremes, check_asked, choose, random_rows, suspicious
-from pipeline.report.strips import COLUMNS, NUM_STRIPS, PADDING, columns, picture, strip_rows
+from pipeline.report.signs import (
+    LEAST_COUNT,
+    NUM_ROWS,
+    RULES,
+    Extremes,
+    Reason,
+    check_asked,
+    choose,
+    random_rows,
+    suspicious,
+    to_look_at,
+)  # fmt: skip
+from pipeline.report.strips import COLUMNS, NUM_STRIPS, PADDING, columns, picture, strip_rows, strips
 from pipeline.shards import PackedDataset, Row
-from tests.packed import Piece
+from tests.packed import Piece, make_packed, with_byte_tokenizer
+from tests.parsed import Parsed, cells
 from tests.talk import chat, document, make_talk, turn
 from trainer.plan import epoch_order
 
@@ -21,15 +33,16 @@ def figures_of(path: Path) -> Figures:
     return measure(PackedDataset.open(path))
 
 
-def signs_of(path: Path) -> dict[str, list[tuple[int, str]]]:
-    return {sign.name: sign.rows for sign in figures_of(path).signs}
+def told(reasons: list[Reason]) -> list[tuple[int, str, list[float]]]:
+    """Row, why and values."""
+    return [(reason.row, reason.why, reason.values) for reason in reasons]
 
 
 # ------------------------------------------------------------------------------------------------ signs
 
 
 @pytest.fixture(scope="module")
-def marked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[tuple[int, str]]]:
+def marked(tmp_path_factory: pytest.TempPathFactory) -> Figures:
     """A row for each sign, and one without any."""
     answer = "the seed of a star is in no map of light, and who knows how many of them grow"
     lines = b'{"detail":"1 control strings as text, 0 of them tool tags","doc_id":70,"reason":"","what":"escaped"}\n'
@@ -42,55 +55,64 @@ def marked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[tuple[int
         [chat(6, "why?", "same"), chat(7, "why?", answer), chat(8, "why?", "same")],
         [chat(70, "why?", answer)],
     ]
-    return signs_of(make_talk(tmp_path_factory.mktemp("marked"), rows, max_tokens=320, rejects=lines))
+    return figures_of(make_talk(tmp_path_factory.mktemp("marked"), rows, max_tokens=320, rejects=lines))
 
 
 @pytest.mark.parametrize(
-    ("sign", "row", "why"),
+    ("name", "row", "why", "value"),
     [
-        ("a document without a target", 2, "documents without a target: 1"),
-        ("replacement characters", 4, "tokens with U+FFFD: 3"),
-        ("identical documents", 5, "documents that are identical: 2"),
-        ("control strings", 6, "documents with control strings: 1"),
+        ("a piece without a target", 2, "pieces without a target: 1", 1),
+        ("replacement characters", 4, "tokens with U+FFFD: 3", 3),
+        ("identical pieces", 5, "pieces that are identical: 2", 2),
+        ("control strings", 6, "documents with control strings: 1", 1),
     ],
 )
-def test_each_sign_names_its_row(marked: dict[str, list[tuple[int, str]]], sign: str, row: int, why: str) -> None:
-    assert marked[sign] == [(row, why)]
-    assert sign in RULES
-
-
-def test_few_targets_and_one_token_over_and_over_are_shares_of_the_row(
-    marked: dict[str, list[tuple[int, str]]],
+def test_each_sign_names_its_row_how_many_have_it_and_how_much(
+    marked: Figures, name: str, row: int, why: str, value: int
 ) -> None:
-    (row, why), *others = marked["few targets"]
-    assert (row, others) == (1, [])
-    assert why.endswith("% of its tokens are targets")
-    (row, why), *others = marked["one token over and over"]
-    assert (row, others) == (3, [])
-    num = len(chat(4, "why?", "no" + "z" * 90)[1])
-    assert why == f"{90 / num:.1%} of its tokens are the same one"
+    (sign,) = [sign for sign in marked.signs if sign.name == name]
+    assert sign.num_rows == 1
+    assert told(sign.rows) == [(row, why, [value])]
+    assert name in RULES
+
+
+def test_few_targets_and_one_token_over_and_over_are_shares_of_the_row(marked: Figures) -> None:
+    signs = {sign.name: told(sign.rows) for sign in marked.signs}
+    mask, ids = chat(1, "w" * 8 + "abcdefghij " * 20, "y")[2], chat(4, "why?", "no" + "z" * 90)[1]
+    few, one = sum(mask) / len(mask), 90 / len(ids)
+    assert signs["few targets"] == [(1, f"{few:.1%} of its tokens are targets", [few])]
+    assert signs["one token over and over"] == [(3, f"{one:.1%} of its tokens are the same one", [one])]
     assert LEAST_COUNT <= 90
-    assert [row for row, _ in marked["fewest targets"]] == [1]
-    assert [row for row, _ in marked["most of one token"]] == [3]
+    assert told(marked.ends.extreme) == [
+        (1, f"the least of all rows: {few:.1%} targets", [few]),
+        (3, f"the most of one token of all rows: {one:.1%}", [one]),
+    ]
 
 
-def test_suspicious_rows_are_the_worst_of_each_sign_in_turn_each_once(tmp_path: Path) -> None:
+def test_suspicious_rows_are_the_worst_of_each_sign_in_turn_each_once_and_clean_rows_are_none(tmp_path: Path) -> None:
     rows = [[chat(i, "why?", "\ufffd" * i + "the seed of a star")] for i in range(9)]
-    found = suspicious(figures_of(make_talk(tmp_path, rows, max_tokens=160)).signs)
-    assert [row for row, _ in found] == [8, 0, 7, 6, 5, 4, 3]
-    assert found[0][1].startswith("tokens with U+FFFD: 8, ")
-    assert found[1][1].endswith("% of its tokens are targets")
+    rows[2].append(document(90, turn("user", "alone")))
+    f = figures_of(make_talk(tmp_path, rows, max_tokens=160))
+    found = suspicious(f.signs)
+    assert [row for row, _ in found] == [2, 8, 7, 6, 5, 4, 3]
+    assert found[:2] == [(2, "pieces without a target: 1"), (8, "tokens with U+FFFD: 8")]
+    listed = to_look_at(f.ends, f.signs)
+    assert [row for kind, row, _ in listed if kind == "suspicious"] == [2, 8, 7, 6, 5, 4]
+    assert [kind for kind, _, _ in listed[-2:]] == ["extreme"] * 2
+    clean = figures_of(make_talk(tmp_path / "clean", [[chat(0, "why?", "the seed of a star")]], max_tokens=160))
+    assert suspicious(clean.signs) == []
+    assert [reason.row for reason in clean.ends.extreme] == [0, 0]
 
 
 def test_longest_and_shortest_rows_are_sorted_and_ties_go_to_the_first_row(tmp_path: Path) -> None:
     rows = [[chat(i, "?", "a" * num)] for i, num in enumerate((5, 30, 30, 2, 2, 9))]
     ends = figures_of(make_talk(tmp_path, rows, max_tokens=160)).ends
-    assert [row for row, _ in ends.longest] == [1, 2, 5, 0, 3, 4]
-    assert [row for row, _ in ends.shortest] == [3, 4, 0, 5, 1, 2]
+    assert [reason.row for reason in ends.longest] == [1, 2, 5, 0, 3, 4]
+    assert [reason.row for reason in ends.shortest] == [3, 4, 0, 5, 1, 2]
     num = len(chat(0, "?", "a" * 30)[1])
-    assert ends.longest[0][1] == f"a document of {num} tokens"
+    assert told(ends.longest)[0] == (1, f"a piece of {num} tokens", [num])
     least = len(chat(0, "?", "aa")[1])
-    assert ends.shortest[0][1] == f"{least} tokens, its shortest document {least}"
+    assert told(ends.shortest)[0] == (3, f"{least} tokens, its shortest piece {least}", [least, least])
 
 
 # --------------------------------------------------------------------------------------------- the viewer
@@ -101,7 +123,11 @@ def test_random_rows_are_those_that_training_takes_first() -> None:
     assert random_rows(0) == []
 
 
-ENDS = Extremes(longest=[(i, "l") for i in range(6)], shortest=[(i, "s") for i in range(4, 10)])
+def reasons(rows: range, why: str) -> list[Reason]:
+    return [Reason(row=row, why=why, values=[]) for row in rows]
+
+
+ENDS = Extremes(longest=reasons(range(6), "l"), shortest=reasons(range(4, 10), "s"), extreme=reasons(range(9, 11), "e"))
 
 
 def test_rows_asked_for_come_first_and_each_row_once_with_all_of_its_reasons() -> None:
@@ -109,6 +135,7 @@ def test_rows_asked_for_come_first_and_each_row_once_with_all_of_its_reasons() -
     assert chosen[:3] == [(77, "asked for"), (5, "asked for; longest: l; shortest: s"), (0, "longest: l")]
     assert len(chosen) == len({row for row, _ in chosen}) == NUM_ROWS
     assert [why for _, why in chosen[-5:]] == ["random"] * 5
+    assert chosen[10:12] == [(9, "shortest: s; extreme: e"), (10, "extreme: e")]
 
 
 def test_more_rows_asked_for_leave_fewer_others() -> None:
@@ -196,11 +223,35 @@ def test_strips_are_at_most_64_rows_evenly_spaced_from_the_first_to_the_last(num
 
 
 def test_the_picture_is_the_same_every_time_and_its_table_tells_the_rows(tmp_path: Path) -> None:
-    rows = [[chat(i, "?", "a" * i)] for i in range(70)]
-    dataset = PackedDataset.open(make_talk(tmp_path, rows, max_tokens=160))
-    drawn = picture(dataset, strip_rows(70))
-    assert drawn == picture(dataset, strip_rows(70))
+    f = figures_of(path := make_talk(tmp_path, [[chat(i, "?", "a" * i)] for i in range(70)], max_tokens=160))
+    dataset = PackedDataset.open(path)
+    drawn = picture(dataset, strips(f))
+    assert drawn == picture(dataset, strips(f))
     assert drawn.count("<tr>") == 65
     num = len(chat(69, "?", "a" * 69)[1])
-    assert f'<tr><td class="n">69</td><td class="n">1</td><td class="n">70</td><td class="n">{160 - num}</td>' in drawn
+    assert strips(f)[-1] == {"row": 69, "pieces": 1, "targets": 70, "padding": 160 - num}
+    assert cells(drawn)[-1] == ["69", "1", "70", f"{160 - num}"]
     assert "Every token is drawn." in drawn
+
+
+def test_targets_are_drawn_full_other_tokens_at_half_height_and_padding_as_an_outline(tmp_path: Path) -> None:
+    rows: list[list[Piece]] = [
+        [(0, [5, 6], [False, True]), (1, [5, 6, 7], [False, False, True])],
+        [(2, [5, 6, 7, 8, 9, 5, 6, 7], [False] * 7 + [True])],
+    ]
+    path = with_byte_tokenizer(make_packed(tmp_path / "d", rows, max_tokens=8))
+    f = figures_of(path)
+    drawn = Parsed(picture(PackedDataset.open(path), strips(f)))
+    shapes = {path["class"]: path["d"] for path in drawn.all("path")}
+    assert shapes == {  # a token is 120 wide, from 20 on
+        "s1": "M20 25H140V30H20zM140 20H260V30H140z" + "M20 38H860V43H20zM860 33H980V43H860z",
+        "s2": "M260 25H500V30H260zM500 20H620V30H500z",
+        "padding": "M620.5 20.5H979.5V29.5H620.5z",
+    }
+    assert [text["text"] for text in drawn.all("text")] == ["0", "T = 8 tokens", "0"]
+    assert drawn.all("text")[1]["x"] == "980"
+
+
+def test_a_picture_of_no_rows_is_no_fault(tmp_path: Path) -> None:
+    path = with_byte_tokenizer(make_packed(tmp_path / "d", [], max_tokens=8))
+    assert Parsed(picture(PackedDataset.open(path), strips(figures_of(path)))).all("path") == []

@@ -7,7 +7,7 @@ Guarantees: every number comes from the rows of each, but for those totals that 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,11 @@ from pipeline.report import sections
 from pipeline.report.copies import documents
 from pipeline.report.figures import Figures, histogram
 from pipeline.report.sections import NOTHING, Lines, Part
+from pipeline.report.wording import many
 
 VERSION = 1
 _OF_MANIFEST = ("chats_read", "tokens_rendered", "tokens_cut", "tokens_rejected", "rounds_cut")
-_SPREADS = {"piece_tokens": "tokens", "pieces_per_row": "documents per row", "target_share": "targets"}
+_SPREADS = {"piece_tokens": "tokens", "pieces_per_row": "pieces per row", "target_share": "targets"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,8 +55,7 @@ class Comparison:
             "recipe": self.recipe, "totals": self.totals, "limits": self.limits,
             "fill": [f.ways[0].fill for f in both],
             "lengths": {"width": self.width, "counts": self.lengths},
-            "spreads": {name: [{"mean": f.spreads[name].mean, "percentiles": f.spreads[name].at} if f.spreads else None
-                               for f in both] for name in _SPREADS},
+            "spreads": {name: [asdict(f.spreads[name]) if f.spreads else None for f in both] for name in _SPREADS},
             "shared_documents": self.shared,
         }  # fmt: skip
 
@@ -77,7 +77,7 @@ class Comparison:
         """How many documents lie in both, token for token."""
         of_a, of_b = self.shared
         return [
-            ("of A in B", f"{of_a:,} of {self.a.totals['documents']:,} documents, token for token"),
+            ("of A in B", f"{of_a:,} of {many(self.a.totals['documents'], 'document')}, token for token"),
             ("of B in A", f"{of_b:,} of {self.b.totals['documents']:,}"),
         ]
 
@@ -154,8 +154,8 @@ def _lengths(found: Comparison) -> Markup:
 
     middle = [(i + 0.5) * found.width for i in range(len(found.lengths[0]))]
     series = [Series(name=name, x=middle, y=share(counts)) for name, counts in zip("AB", found.lengths, strict=True)]
-    title = f"Lengths of documents, in steps of {found.width:,} tokens"
-    return lines(series, title=title, x_name="tokens", y_name="% of documents")
+    title = f"Lengths of pieces, in steps of {many(found.width, 'token')}"
+    return lines(series, title=title, x_name="tokens", y_name="% of pieces")
 
 
 def _spread_table(found: Comparison) -> Markup:

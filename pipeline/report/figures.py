@@ -2,7 +2,8 @@
 
     figures = measure(PackedDataset.open("data/packed"))
 
-Guarantees: every figure comes from the rows and from ``rejects.jsonl``, none from the manifest.
+Guarantees: every figure comes from the rows and from ``rejects.jsonl``, none from the manifest: what only that knows
+(chats read, tokens rendered, cut and rejected, rounds cut) is read from ``manifest``.
 Costs: one pass over the rows (``pipeline.report.scan``) and 150 bytes of memory a piece. Needs polars.
 """
 
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
 from pipeline.accounts import read_lines
 from pipeline.assemble import piece_width
@@ -24,6 +26,7 @@ from pipeline.source import Reject
 
 if TYPE_CHECKING:
     import polars as pl
+    from tokenizers import Tokenizer
 
 PERCENTILES = (0, 1, 5, 25, 50, 75, 95, 99, 100)
 
@@ -64,8 +67,8 @@ class Spread:
 
     mean: float
     """Their mean."""
-    at: dict[int, float]
-    """Percentile -> the value of that rank; 0 is the least, 100 the greatest."""
+    percentiles: dict[int, float]
+    """Percentile -> the value of that rank; 0 is the least, 100 the greatest. Whole numbers stay whole."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,6 +77,8 @@ class Figures:
 
     manifest: Manifest
     """The dataset's."""
+    tokenizer: "Tokenizer"
+    """The same."""
     pieces: "pl.DataFrame"
     """One line a piece, as ``scan`` gives them."""
     rows: "pl.DataFrame"
@@ -95,7 +100,7 @@ class Figures:
     roles: list[Role]
     """Those that occur."""
     ways: list[Way]
-    """These rows, one document a row, concatenation."""
+    """These rows, one piece a row, concatenation."""
     identical: Copies
     """Documents of the same token ids."""
     repeated: Copies
@@ -103,7 +108,7 @@ class Figures:
     signs: list[Sign]
     """What makes rows suspicious."""
     ends: Extremes
-    """The longest and the shortest rows."""
+    """The rows that are longest, shortest, and the ends of all in another way."""
 
 
 def measure(dataset: PackedDataset) -> Figures:
@@ -119,12 +124,13 @@ def measure(dataset: PackedDataset) -> Figures:
         raise ValueError(
             'a report needs polars: install the extra "report", python -m pip install ".[report]"'
         ) from None
-    found, lines = scan(dataset, open_dataset_tokenizer(dataset)), read_lines(dataset.path / "rejects.jsonl")
+    tokenizer = open_dataset_tokenizer(dataset)
+    found, lines = scan(dataset, tokenizer), read_lines(dataset.path / "rejects.jsonl")
     pieces, rows, max_tokens = found.pieces, found.rows, dataset.manifest.max_tokens
     tokens, tails, whole = pieces["tokens"], max_tokens - rows["tokens"], documents(pieces)
     kinds, tool_tags = _kinds(lines)
     return Figures(
-        manifest=dataset.manifest, pieces=pieces, rows=rows, kinds=kinds, tool_tags=tool_tags,
+        manifest=dataset.manifest, tokenizer=tokenizer, pieces=pieces, rows=rows, kinds=kinds, tool_tags=tool_tags,
         least_rows=lower_bound(tokens.to_numpy(), max_tokens=max_tokens),
         totals=_totals(pieces, lines, num_rows=len(dataset), num_documents=whole.height, max_tokens=max_tokens),
         limits={
@@ -170,13 +176,12 @@ def _spreads(pieces: "pl.DataFrame", rows: "pl.DataFrame") -> dict[str, Spread]:
         return {}
     shares = pieces["targets"] / pieces["tokens"]
     named = {"piece_tokens": pieces["tokens"], "pieces_per_row": rows["pieces"], "target_share": shares}
-    return {
-        name: Spread(
-            mean=float(np.mean(values.to_numpy())),
-            at={p: values.quantile(p / 100, interpolation="nearest") or 0 for p in PERCENTILES},
-        )
-        for name, values in named.items()
-    }
+    return {name: _spread(values.to_numpy()) for name, values in named.items()}
+
+
+def _spread(values: npt.NDArray[Any]) -> Spread:
+    found = np.percentile(values, PERCENTILES, method="nearest").tolist()
+    return Spread(mean=float(np.mean(values)), percentiles=dict(zip(PERCENTILES, found, strict=True)))
 
 
 def _ways(pieces: "pl.DataFrame", *, num_rows: int, max_tokens: int) -> list[Way]:
@@ -196,7 +201,7 @@ def _ways(pieces: "pl.DataFrame", *, num_rows: int, max_tokens: int) -> list[Way
 
     return [
         way("these rows", num_rows, 0),
-        way("one document a row", len(tokens), 0),
+        way("one piece a row", len(tokens), 0),
         way("concatenation", -(-total // max_tokens), cut),
     ]
 

@@ -4,10 +4,10 @@ Guarantees: one plain sentence for each, in the same order every time.
 """
 
 from collections.abc import Iterator
-from typing import Any
 
-from pipeline.manifest import damaged, differing_fields
+from pipeline.manifest import differing_fields
 from pipeline.report.figures import Figures
+from pipeline.report.wording import many, share
 from pipeline.summary import TOOL_TAGS_SHARE
 
 LEAST_TARGETS, LEAST_FILL, MOST_LOST = 0.10, 0.99, 0.01  # shares beyond which something looks odd
@@ -28,9 +28,9 @@ def looks_odd(f: Figures) -> Iterator[str]:
         why = "no packing of these pieces needs fewer rows" if above <= 0 else f"rows above the bound: {above:,}"
         yield f"The fill is only {fill:.2%}: {why}."
     for num, whole, what in (
-        (said["truncated"], said["chats_read"], "chats are truncated: a larger --max-tokens keeps their ends"),
-        (said["split"], said["chats_read"], "chats are split: their later pieces lack what was said before"),
-        (num_rejected(f), said["chats_read"], "chats are rejected: the reasons are below"),
+        (found["truncated"], said["chats_read"], "chats are truncated: a larger --max-tokens keeps their ends"),
+        (found["split"], said["chats_read"], "chats are split: their later pieces lack what was said before"),
+        (sum(found["rejected"].values()), said["chats_read"], "chats are rejected: the reasons are below"),
         (said["tokens_cut"], said["tokens_rendered"], "tokens are cut: a larger --max-tokens keeps more of them"),
         (f.identical.num_spare, found["documents"], "documents are copies of another one: they weigh more in training"),
     ):
@@ -64,27 +64,11 @@ def equations(f: Figures) -> list[tuple[str, str]]:
         sign = "=" if left == sum(number for number, _ in parts) else "≠"
         return f"{left:,} {text} {sign} " + " + ".join(f"{number:,} {name}" for number, name in parts)
 
+    rejected = sum(found["rejected"].values())
     return [
-        ("chats", equal(said["chats_read"], "read", (found["documents"], "packed"), (num_rejected(f), "rejected"))),
+        ("chats", equal(said["chats_read"], "read", (found["documents"], "packed"), (rejected, "rejected"))),
         ("tokens", equal(said["tokens_rendered"], "rendered", (found["tokens"], "in rows"),
                          (said["tokens_cut"], "cut"), (said["tokens_rejected"], "rejected"))),
-        ("space", equal(said["rows"] * max_tokens, f"in {said['rows']:,} rows of {max_tokens:,}",
+        ("space", equal(said["rows"] * max_tokens, f"in {many(said['rows'], 'row')} of {max_tokens:,}",
                         (found["tokens"], "tokens"), (found["padding"], "padding"))),
     ]  # fmt: skip
-
-
-def num_rejected(f: Figures) -> int:
-    """Chats that the manifest calls rejected.
-
-    Raises:
-        DatasetError: it does not count them.
-    """
-    counts: dict[str, Any] = f.manifest.totals["rejected"]
-    if not all(type(num) is int for num in counts.values()):
-        raise damaged("manifest.json: totals.rejected", "a count for each reason", f"{counts!r:.80}")
-    return sum(counts.values())
-
-
-def share(part: int, whole: int) -> float:
-    """part / whole, 0 of nothing."""
-    return part / whole if whole else 0.0

@@ -1,23 +1,23 @@
 """The parts of a report as names and what they are: printed in a terminal, and in the page beside its pictures.
 
-Guarantees: every figure comes from ``pipeline.report.figures``; a recipe that lacks a field is an error that names it.
+Guarantees: every figure comes from ``pipeline.report.figures`` or, where only that knows it, from the manifest; a
+recipe that lacks a field is an error that names it.
 """
 
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from pipeline.manifest import Manifest, damaged
 from pipeline.report.copies import Copies
 from pipeline.report.figures import Figures, Spread
-from pipeline.report.oddities import equations, looks_odd, share
+from pipeline.report.oddities import equations, looks_odd
 from pipeline.report.scan import OPENING
-from pipeline.report.signs import suspicious
+from pipeline.report.signs import to_look_at
+from pipeline.report.wording import listed, many, share
 
 Lines = list[tuple[str, str]]
 NOTHING: Lines = [("-", "Nothing.")]
-NUM_ROWS = 5  # of each kind, in a terminal
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,7 +46,7 @@ def parts(f: Figures) -> list[Part]:
         Part(title="By role", lines=roles(f)),
         Part(title="Against other ways to fill rows", lines=ways(f)),
         Part(title="The same more than once", lines=copies(f)),
-        Part(title="Rows to look at", lines=list(_rows(f)) or NOTHING),
+        Part(title="Rows to look at", lines=_rows(f) or NOTHING),
         Part(title="Rejected, truncated, split, escaped", lines=kinds(f)),
         Part(title="What kernels meet", lines=limits(f)),
         Part(title="Made", lines=identity(f.manifest)),
@@ -87,7 +87,7 @@ def _recipe(manifest: Manifest) -> Lines:
         files = source["files"]
         size = sum(file["bytes"] or 0 for file in files)
         sources.append(("source", f"{source['id'] or 'local files'}, revision {source['revision'] or 'none'}, "
-                        f"split {source['split'] or 'none'}, {len(files):,} files, {size:,} bytes, "
+                        f"split {source['split'] or 'none'}, {many(len(files), 'file')}, {size:,} bytes, "
                         f"limit {source['limit'] or 'none'}"))  # fmt: skip
     kwargs = json.dumps(tokenizer["template_kwargs"], ensure_ascii=False, sort_keys=True)
     return [
@@ -105,14 +105,15 @@ def account(f: Figures) -> Lines:
     """What became of every chat, token and place."""
     found, max_tokens = f.totals, f.manifest.max_tokens
     capacity, shards = found["rows"] * max_tokens, f.manifest.files["shards"]
+    files = f"{many(len(shards), 'shard')}, {sum(shard['bytes'] for shard in shards):,} bytes"
     return [
         *equations(f),
-        ("rows", f"{found['rows']:,} in {len(shards):,} shards, {sum(s['bytes'] for s in shards):,} bytes; no packing "
-                 f"of these pieces has fewer than {f.least_rows:,}: {found['rows'] - f.least_rows:,} above that bound"),
+        ("rows", f"{found['rows']:,} in {files}; no packing of these pieces has fewer than {f.least_rows:,}: "
+                 f"{found['rows'] - f.least_rows:,} above that bound"),
         ("fill", f"{share(found['tokens'], capacity):.3%}; padding {share(found['padding'], capacity):.3%}"),
-        ("pieces", f"{found['pieces']:,} of {found['documents']:,} documents"),
+        ("pieces", f"{found['pieces']:,} of {many(found['documents'], 'document')}"),
         ("targets", f"{found['targets']:,}, {share(found['targets'], found['tokens']):.1%} of the tokens"),
-        ("cut", f"{f.manifest.totals['rounds_cut']:,} rounds left out whole"),
+        ("cut", f"{many(f.manifest.totals['rounds_cut'], 'round')} left out whole"),
     ]  # fmt: skip
 
 
@@ -124,7 +125,7 @@ def spread(found: Spread | None, *, share: bool = False) -> Lines:
     named = {0: "least", 50: "median", 100: "most"}
     return [
         ("mean", mean.format(found.mean)),
-        *((named.get(p, f"{p}%"), whole.format(value)) for p, value in found.at.items()),
+        *((named.get(p, f"{p}%"), whole.format(value)) for p, value in found.percentiles.items()),
     ]
 
 
@@ -132,8 +133,8 @@ def roles(f: Figures) -> Lines:
     """Turns, tokens and targets of each role."""
     tokens, targets = f.totals["tokens"], f.totals["targets"]
     return [
-        (role.name, f"{role.turns:,} turns; {role.tokens:,} tokens, {share(role.tokens, tokens):.1%} of all; "
-                    f"{role.targets:,} targets, {share(role.targets, role.tokens):.1%} of its tokens, "
+        (role.name, f"{many(role.turns, 'turn')}; {many(role.tokens, 'token')}, {share(role.tokens, tokens):.1%} of "
+                    f"all; {many(role.targets, 'target')}, {share(role.targets, role.tokens):.1%} of its tokens, "
                     f"{share(role.targets, targets):.1%} of all targets")
         for role in f.roles
     ] or NOTHING  # fmt: skip
@@ -142,7 +143,10 @@ def roles(f: Figures) -> Lines:
 def ways(f: Figures) -> Lines:
     """What other ways to lay the same pieces into rows cost."""
     return [
-        (way.name, f"{way.rows:,} rows, {way.padding:,} of padding, fill {way.fill:.3%}, {way.cut:,} documents cut")
+        (
+            way.name,
+            f"{many(way.rows, 'row')}, {way.padding:,} of padding, fill {way.fill:.3%}, {many(way.cut, 'piece')} cut",
+        )
         for way in f.ways
     ]
 
@@ -151,34 +155,34 @@ def copies(f: Figures) -> Lines:
     """Identical documents, and those that open alike."""
 
     def said(found: Copies) -> str:
-        if not found.num_groups:
-            return "none"
-        largest = "".join(
-            f"; {group.num_documents:,} times {group.tokens:,} tokens, doc_ids "
-            + _ids(group.doc_ids, group.num_documents)
+        largest = (
+            f"; {group.num_documents:,} times {many(group.tokens, 'token')}, doc_ids "
+            + listed(group.doc_ids, group.num_documents)
             for group in found.largest[:2]
         )
-        return (
-            f"{found.num_documents:,} documents in {found.num_groups:,} groups, {found.num_spare:,} beyond the first "
-            f"of each with {found.spare_tokens:,} tokens{largest}"
-        )
+        return "".join([copied(found), *largest])
 
     return [("identical", said(f.identical)), (f"same {OPENING} tokens", said(f.repeated))]
 
 
-def _rows(f: Figures) -> Iterator[tuple[str, str]]:
-    for name, rows in (("longest", f.ends.longest), ("shortest", f.ends.shortest), ("suspicious", suspicious(f.signs))):
-        yield from ((name, f"row {row:,}: {why}") for row, why in rows[:NUM_ROWS])
-    yield from ((sign.name, f"rows with this sign: {sign.num_rows:,}") for sign in f.signs[:-2] if sign.num_rows)
+def copied(found: Copies) -> str:
+    """How many documents occur more than once."""
+    if not found.num_groups:
+        return "none"
+    return (
+        f"{found.num_documents:,} documents in {many(found.num_groups, 'group')}, {found.num_spare:,} beyond the first "
+        f"of each with {many(found.spare_tokens, 'token')}"
+    )
+
+
+def _rows(f: Figures) -> Lines:
+    rows = [(kind, f"row {row:,}: {why}") for kind, row, why in to_look_at(f.ends, f.signs)]
+    return rows + [(sign.name, f"rows with this sign: {sign.num_rows:,}") for sign in f.signs if sign.num_rows]
 
 
 def kinds(f: Figures) -> Lines:
     """What happened to chats that are not packed as they were."""
-    return [(kind, f"{num:,}; doc_ids {_ids(ids, num)}") for kind, num, ids in f.kinds] or [("-", "None.")]
-
-
-def _ids(doc_ids: list[int], num: int) -> str:
-    return ", ".join(map(str, doc_ids)) + " ..." * (num > len(doc_ids))
+    return [(kind, f"{num:,}; doc_ids {listed(ids, num)}") for kind, num, ids in f.kinds] or [("-", "None.")]
 
 
 def limits(f: Figures) -> Lines:

@@ -1,4 +1,4 @@
-"""Which rows to look at first: the longest, the shortest, those with a sign that something is wrong, random ones.
+"""Which rows to look at first: the longest, the shortest, those with a sign that something is wrong, the extreme ones.
 
     signs = find_signs(rows, pieces, escaped)
     chosen = choose(extremes(rows, pieces), signs, asked=[12])
@@ -7,7 +7,7 @@ Guarantees: a row is suspicious for one of the reasons listed in ``RULES`` and f
 same rows. Needs polars.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import TYPE_CHECKING
@@ -22,41 +22,53 @@ FEW_TARGETS = 0.10
 ONE_TOKEN, LEAST_COUNT = 0.20, 64
 """Of a row's tokens, and how often: one token that fills more is a sign."""
 NUM_ROWS, NUM_EACH = 24, 6
-"""Rows in the viewer; of them the longest, the shortest, the suspicious, as many as are listed for each sign."""
+"""Rows in the viewer, which loads them all at once; of each kind, and listed for each sign."""
 
 RULES = {
     "few targets": f"fewer than {FEW_TARGETS:.0%} of the row's tokens are targets",
-    "a document without a target": "nothing is learned from it",
+    "a piece without a target": "nothing is learned from it",
     "one token over and over": f"more than {ONE_TOKEN:.0%} of the row's tokens are the same one",
     "replacement characters": "tokens that hold U+FFFD: text that was decoded wrongly before it came here",
-    "identical documents": "the row holds the same document twice or more",
+    "identical pieces": "the row holds the same piece twice or more",
     "control strings": "a document of the row has control strings in its text, packed as plain text",
-    "fewest targets": "the least share of targets of all rows",
-    "most of one token": "the greatest share of one token of all rows",
 }
-"""Every sign and what it means; the last two name one row each, whatever the dataset."""
+"""Every sign and what it means."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reason:
+    """Why to look at a row."""
+
+    row: int
+    """Its number."""
+    why: str
+    """In words, with the values, rounded."""
+    values: list[float]
+    """Those, unrounded; shares as parts of 1."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sign:
-    """One reason to look at rows."""
+    """One thing that may be wrong with rows."""
 
     name: str
     """A key of RULES."""
     num_rows: int
     """That have it."""
-    rows: list[tuple[int, str]]
-    """The worst of them first, up to six: row, how much of it."""
+    rows: list[Reason]
+    """The worst of them first, up to six."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Extremes:
-    """Rows at the ends; of equal ones the least row number first."""
+    """Rows at the ends, up to six of each; of equal ones the least row number first."""
 
-    longest: list[tuple[int, str]]
-    """Rows with the longest documents: row, how long."""
-    shortest: list[tuple[int, str]]
-    """Rows with the fewest tokens, of equal ones those with the shortest document: row, how many."""
+    longest: list[Reason]
+    """Rows with the longest pieces."""
+    shortest: list[Reason]
+    """Rows with the fewest tokens, of equal ones those with the shortest piece."""
+    extreme: list[Reason]
+    """The row with the least share of targets, and the one with the greatest share of one token: some row always is."""
 
 
 def find_signs(rows: "pl.DataFrame", pieces: "pl.DataFrame", escaped: Sequence[int]) -> list[Sign]:
@@ -69,55 +81,55 @@ def find_signs(rows: "pl.DataFrame", pieces: "pl.DataFrame", escaped: Sequence[i
     """
     import polars as pl
 
-    targets, share = pl.col("targets") / pl.col("tokens"), pl.col("count") / pl.col("tokens")
-    full = rows.with_columns(targets.alias("targets_share"), share.alias("share"))
-    num = pl.len().cast(pl.Int64).alias("num")
+    full, num = _with_shares(rows), pl.len().cast(pl.Int64).alias("num")
     bare = pieces.filter(pl.col("targets") == 0).group_by("row").agg(num)
     twins = pieces.group_by("row", "digest").agg(num).filter(pl.col("num") > 1).group_by("row").agg(pl.col("num").sum())
     held = pieces.filter(pl.col("doc_id").is_in(list(escaped))).group_by("row").agg(pl.col("doc_id").n_unique())
     often = (pl.col("share") > ONE_TOKEN) & (pl.col("count") >= LEAST_COUNT)
-    target_form, token_form = "{:.1%} of its tokens are targets", "{:.1%} of its tokens are the same one"
-    by_targets, by_token = ("targets_share", False, target_form), ("share", True, token_form)
     found = [
-        (full.filter(pl.col("targets_share") < FEW_TARGETS), *by_targets),
-        (bare, "num", True, "documents without a target: {:,}"),
-        (full.filter(often), *by_token),
-        (full.filter(pl.col("replaced") > 0), "replaced", True, "tokens with U+FFFD: {:,}"),
-        (twins, "num", True, "documents that are identical: {:,}"),
-        (held, "doc_id", True, "documents with control strings: {:,}"),
-        (_worst(full, "targets_share", descending=False), *by_targets),
-        (_worst(full, "share", descending=True), *by_token),
+        (full.filter(pl.col("targets_share") < FEW_TARGETS), ["targets_share"], "{:.1%} of its tokens are targets"),
+        (bare, ["-num"], "pieces without a target: {:,}"),
+        (full.filter(often), ["-share"], "{:.1%} of its tokens are the same one"),
+        (full.filter(pl.col("replaced") > 0), ["-replaced"], "tokens with U+FFFD: {:,}"),
+        (twins, ["-num"], "pieces that are identical: {:,}"),
+        (held, ["-doc_id"], "documents with control strings: {:,}"),
     ]
     return [
-        _sign(name, frame, column, form, descending=down)
-        for name, (frame, column, down, form) in zip(RULES, found, strict=True)
+        Sign(name=name, num_rows=frame.height, rows=_first(frame, columns, form))
+        for name, (frame, columns, form) in zip(RULES, found, strict=True)
     ]
 
 
-def _worst(rows: "pl.DataFrame", column: str, *, descending: bool) -> "pl.DataFrame":
-    return rows.sort(column, "row", descending=[descending, False]).head(1)
+def _with_shares(rows: "pl.DataFrame") -> "pl.DataFrame":
+    import polars as pl
+
+    targets, share = pl.col("targets") / pl.col("tokens"), pl.col("count") / pl.col("tokens")
+    return rows.with_columns(targets.alias("targets_share"), share.alias("share"))
 
 
-def _sign(name: str, frame: "pl.DataFrame", column: str, form: str, *, descending: bool) -> Sign:
-    worst = frame.sort(column, "row", descending=[descending, False]).head(NUM_EACH)
-    rows = [(row, form.format(value)) for row, value in worst.select("row", column).iter_rows()]
-    return Sign(name=name, num_rows=frame.height, rows=rows)
+def _first(frame: "pl.DataFrame", columns: list[str], form: str, *, num: int = NUM_EACH) -> list[Reason]:
+    """The first rows by some columns, a "-" before one for the greatest first, and what is said of these values."""
+    names = [name.lstrip("-") for name in columns]
+    first = frame.sort(*names, "row", descending=[*(name.startswith("-") for name in columns), False]).head(num)
+    return [
+        Reason(row=row, why=form.format(*values), values=values)
+        for row, *values in first.select("row", *names).iter_rows()
+    ]
 
 
 def extremes(rows: "pl.DataFrame", pieces: "pl.DataFrame") -> Extremes:
-    """The longest and the shortest rows."""
+    """The rows at the ends."""
     import polars as pl
 
     tokens = pl.col("tokens")
     ends = pieces.group_by("row").agg(tokens.max().alias("longest"), tokens.min().alias("least"))
-    full = rows.select("row", "tokens").join(ends, on="row")
-    longest = full.sort("longest", "row", descending=[True, False]).head(NUM_EACH)
-    shortest = full.sort("tokens", "least", "row").head(NUM_EACH)
+    full = _with_shares(rows).join(ends, on="row")
     return Extremes(
-        longest=[(row, f"a document of {n:,} tokens") for row, n in longest.select("row", "longest").iter_rows()],
-        shortest=[
-            (row, f"{n:,} tokens, its shortest document {least:,}")
-            for row, n, least in shortest.select("row", "tokens", "least").iter_rows()
+        longest=_first(full, ["-longest"], "a piece of {:,} tokens"),
+        shortest=_first(full, ["tokens", "least"], "{:,} tokens, its shortest piece {:,}"),
+        extreme=[
+            *_first(full, ["targets_share"], "the least of all rows: {:.1%} targets", num=1),
+            *_first(full, ["-share"], "the most of one token of all rows: {:.1%}", num=1),
         ],
     )
 
@@ -128,8 +140,19 @@ def suspicious(signs: Sequence[Sign]) -> list[tuple[int, str]]:
     for tier in zip_longest(*(sign.rows for sign in signs)):
         for entry in tier:
             if entry is not None:
-                reasons.setdefault(entry[0], []).append(entry[1])
-    return [(row, ", ".join(dict.fromkeys(texts))) for row, texts in reasons.items()]
+                reasons.setdefault(entry.row, []).append(entry.why)
+    return [(row, ", ".join(whys)) for row, whys in reasons.items()]
+
+
+def to_look_at(ends: Extremes, signs: Sequence[Sign]) -> list[tuple[str, int, str]]:
+    """Kind, row, why: up to six each of the longest, the shortest and the suspicious rows, then the extreme ones."""
+    kinds = {
+        "longest": [(reason.row, reason.why) for reason in ends.longest],
+        "shortest": [(reason.row, reason.why) for reason in ends.shortest],
+        "suspicious": suspicious(signs)[:NUM_EACH],
+        "extreme": [(reason.row, reason.why) for reason in ends.extreme],
+    }
+    return [(kind, row, why) for kind, rows in kinds.items() for row, why in rows]
 
 
 def random_rows(num_rows: int) -> list[int]:
@@ -153,19 +176,11 @@ def check_asked(asked: Sequence[int], num_rows: int) -> None:
 
 
 def choose(ends: Extremes, signs: Sequence[Sign], *, num_rows: int, asked: Sequence[int] = ()) -> list[tuple[int, str]]:
-    """Up to 24 rows and why each is shown: asked for, longest, shortest, most suspicious, then random ones."""
-    wanted: list[tuple[str, Iterable[tuple[int, str]]]] = [
-        ("asked for", ((row, "") for row in dict.fromkeys(asked))),
-        ("longest", ends.longest),
-        ("shortest", ends.shortest),
-        ("suspicious", suspicious(signs)[:NUM_EACH]),
-        ("random", ((row, "") for row in random_rows(num_rows))),
-    ]
+    """Up to 24 rows and why each is shown: asked for, longest, shortest, suspicious, extreme, then random ones."""
+    wanted = [("asked for", row, "") for row in dict.fromkeys(asked)] + to_look_at(ends, signs)
     chosen: dict[int, list[str]] = {}
-    for kind, entries in wanted:
-        for row, detail in entries:
-            if kind == "random" and row in chosen:
-                continue
-            if row in chosen or len(chosen) < NUM_ROWS:
-                chosen.setdefault(row, []).append(f"{kind}: {detail}" if detail else kind)
-    return [(row, "; ".join(reasons)) for row, reasons in chosen.items()]
+    for kind, row, why in wanted:
+        if row in chosen or len(chosen) < NUM_ROWS:
+            chosen.setdefault(row, []).append(f"{kind}: {why}" if why else kind)
+    others = [row for row in random_rows(num_rows) if row not in chosen][: NUM_ROWS - len(chosen)]
+    return [(row, "; ".join(reasons)) for row, reasons in chosen.items()] + [(row, "random") for row in others]

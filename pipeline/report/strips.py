@@ -1,10 +1,10 @@
 """A picture of rows as strips: which documents lie in each, which tokens are targets, what is padding.
 
-    markup = picture(dataset, strip_rows(len(dataset)))
+    markup = picture(dataset, strips(figures))
 
-At most 480 columns a row, whatever T is: a column stands for T / 480 tokens and shows the document of its middle one,
-strong where at least half of the tokens are targets. Costs: the rows shown are read, some 200 bytes of page each
-document. The same dataset gives the same picture.
+At most 480 columns a row, whatever T is: a column stands for T / 480 tokens and shows the piece of its middle one,
+full where at least half of the tokens are targets. Costs: the rows shown are read, some 200 bytes of page each piece.
+The same dataset gives the same picture.
 """
 
 from collections import defaultdict
@@ -15,13 +15,15 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.page import Markup, element, figure, table
+from pipeline.report.figures import Figures
+from pipeline.report.wording import many
 from pipeline.shards import PackedDataset, Row
 
 NUM_STRIPS, COLUMNS = 64, 480
 COLOURS = (1, 2, 3, 4, 5, 6)
-"""Of page.css; the document's place in its row chooses one, so that neighbours differ."""
-_HIGH, _GAP, _SCALE, _LETTER = 10, 3, 2, 8
-"""Height of a strip and space below it; width of a column, and of a letter of a row's number."""
+"""Of page.css; the piece's place in its row chooses one, so that neighbours differ."""
+_TOP, _HIGH, _GAP, _SCALE, _LETTER = 20, 10, 3, 2, 8
+"""Height above the first strip, of a strip, below it; width of a column, and of a letter of a row's number."""
 PADDING = -1
 
 
@@ -33,8 +35,18 @@ def strip_rows(num_rows: int) -> list[int]:
     return [round(i) for i in np.linspace(0, max(num_rows - 1, 0), min(NUM_STRIPS, num_rows)).tolist()]
 
 
+def strips(f: Figures) -> list[dict[str, int]]:
+    """The rows of the picture: row, pieces, targets, padding."""
+    held = f.rows[strip_rows(f.totals["rows"])].iter_rows(named=True)
+    return [
+        {"row": row["row"], "pieces": row["pieces"], "targets": row["targets"],
+         "padding": f.manifest.max_tokens - row["tokens"]}
+        for row in held
+    ]  # fmt: skip
+
+
 def columns(row: Row, max_tokens: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-    """What each column of a strip shows: the document's place in the row, or PADDING; whether it is drawn strong.
+    """What each column of a strip shows: the piece's place in the row, or PADDING; whether it is drawn full.
 
     Worked example, T = 960, so 2 tokens a column: pieces from 0 to 3 and from 3 to 960: the middle tokens are
     1, 3, 5 ...: the first column is piece 0, all others are piece 1.
@@ -47,33 +59,36 @@ def columns(row: Row, max_tokens: int) -> tuple[npt.NDArray[np.int64], npt.NDArr
     return np.where(place < len(row.doc_ids), place, PADDING), 2 * targets >= edges[1:] - edges[:-1]
 
 
-def picture(dataset: PackedDataset, rows: Sequence[int]) -> Markup:
-    """The strips of some rows as a figure."""
+def picture(dataset: PackedDataset, rows: Sequence[dict[str, int]]) -> Markup:
+    """These rows, as ``strips`` gives them, as a figure."""
     max_tokens = dataset.manifest.max_tokens
     num = min(COLUMNS, max_tokens)
-    left, wide = 12 + _LETTER * len(f"{max(rows, default=0):,}"), COLUMNS * _SCALE / num
-    paths: defaultdict[tuple[int, bool], list[str]] = defaultdict(list)
-    drawn, listed = [], []
-    for i, index in enumerate(rows):
-        row = dataset[index]
-        top = i * (_HIGH + _GAP)
-        place, strong = columns(row, max_tokens)
-        value = place * 2 + strong
-        starts = [0, *(np.flatnonzero(np.diff(value)) + 1).tolist(), num]
+    left, wide = 12 + _LETTER * len(f"{max((row['row'] for row in rows), default=0):,}"), COLUMNS * _SCALE / num
+    shapes: defaultdict[str, list[str]] = defaultdict(list)
+    last = element("text", f"T = {max_tokens:,} tokens", class_="end", x=left + COLUMNS * _SCALE, y=_TOP - 7)
+    texts = [element("text", "0", x=left, y=_TOP - 7), last]
+    for i, row in enumerate(rows):
+        end = _TOP + i * (_HIGH + _GAP) + _HIGH
+        place, full = columns(dataset[row["row"]], max_tokens)
+        starts = [0, *(np.flatnonzero(np.diff(place * 2 + full)) + 1).tolist(), num]
         for start, stop in pairwise(starts):
-            x, end = left + round(start * wide), left + round(stop * wide)
-            paths[int(place[start]), bool(strong[start])].append(f"M{x} {top}H{end}V{top + _HIGH}H{x}z")
+            piece, high = int(place[start]), _HIGH if full[start] else _HIGH // 2
+            x, right = left + round(start * wide), left + round(stop * wide)
+            if piece == PADDING:
+                shapes["padding"].append(f"M{x + 0.5} {end - _HIGH + 0.5}H{right - 0.5}V{end - 0.5}H{x + 0.5}z")
+            else:
+                shapes[f"s{COLOURS[piece % len(COLOURS)]}"].append(f"M{x} {end - high}H{right}V{end}H{x}z")
         if i % 2 == 0:
-            drawn.append(element("text", f"{index:,}", class_="end", x=left - 8, y=top + _HIGH))
-        tail = max_tokens - int(row.boundaries[len(row.doc_ids)])
-        listed.append((f"{index:,}", f"{len(row.doc_ids):,}", f"{int(row.loss_mask.sum()):,}", f"{tail:,}"))
+            texts.append(element("text", f"{row['row']:,}", class_="end", x=left - 8, y=end))
+    paths = [element("path", d="".join(parts), class_=kind) for kind, parts in sorted(shapes.items())]
+    size = f"0 0 {left + COLUMNS * _SCALE} {_TOP + len(rows) * (_HIGH + _GAP)}"
     return figure(
-        _svg(paths, drawn, wide=left + COLUMNS * _SCALE, num_rows=len(rows)),
-        title=f"{len(rows):,} rows",
-        text="A strip is a row, with the number of every second one on its left. A colour for each document, strong "
-        f"where its tokens are targets, faint where they are not; padding is grey. {_resolution(max_tokens, num)}",
-        fallback=table(("row", "documents", "targets", "padding"), listed, caption="The rows of the picture",
-                       numeric=range(4)),
+        element("svg", *paths, *texts, viewBox=size, class_="strips"),
+        title=many(len(rows), "row"),
+        text="A strip is a row, with the number of every second one on its left. Each piece has a colour: full height "
+        f"where its tokens are targets, half where they are not; padding is an outline. {_resolution(max_tokens, num)}",
+        fallback=table(("row", "pieces", "targets", "padding"), [[f"{n:,}" for n in row.values()] for row in rows],
+                       caption="The rows of the picture", numeric=range(4)),
     )  # fmt: skip
 
 
@@ -81,16 +96,3 @@ def _resolution(max_tokens: int, num: int) -> str:
     if num == max_tokens:
         return "Every token is drawn."
     return f"A strip has {num} columns of about {max_tokens / num:,.3g} tokens; what is shorter may not show."
-
-
-def _svg(paths: dict[tuple[int, bool], list[str]], drawn: list[Markup], *, wide: int, num_rows: int) -> Markup:
-    merged: defaultdict[tuple[str, bool], list[str]] = defaultdict(list)
-    for (place, strong), parts in paths.items():
-        colour = "edge" if place == PADDING else f"s{COLOURS[place % len(COLOURS)]}"
-        merged[colour, strong or place == PADDING] += parts
-    shapes = [
-        element("path", d="".join(parts), style=f"fill:var(--{colour})", fill_opacity=None if strong else 0.4)
-        for (colour, strong), parts in sorted(merged.items())
-    ]
-    high = max(num_rows * (_HIGH + _GAP) - _GAP, 1)
-    return element("svg", *shapes, *drawn, viewBox=f"0 0 {wide} {high}", class_="strips")

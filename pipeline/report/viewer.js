@@ -7,6 +7,10 @@
   const [choice, summary, pane, info] = ["row", "summary", "pane", "info"].map(byId);
   const borders = viewer.querySelector("[data-do=borders]");
   const control = new Set(data.control);
+  if (!data.rows.length) {
+    for (const control of viewer.querySelectorAll("button, select")) control.disabled = true;
+    return;
+  }
   const number = (value) => value.toLocaleString("en");
   const many = (value, one) => `${number(value)} ${one}${value === 1 ? "" : "s"}`;
 
@@ -52,9 +56,9 @@
     pane.replaceChildren(...blocks, ...endOfRow());
     pane.scrollTop = 0;
     summary.textContent = `Row ${number(row.row)}: ` +
-      `${many(row.num_documents, "document")}, ${many(row.length, "token")}, ${many(row.num_targets, "target")}, ` +
+      `${many(row.num_pieces, "piece")}, ${many(row.length, "token")}, ${many(row.num_targets, "target")}, ` +
       `${number(data.max_tokens - row.length)} padding`;
-    info.textContent = "Point at a token, or move with the arrow keys.";
+    show();
   }
 
   function block(i) {
@@ -116,17 +120,26 @@
       `document ${number(row.docs[i])}, position ${number(first - row.bounds[i])}`;
   }
 
+  // What is said is read aloud; what the pointer passes is not.
+  function say(text, live = true) {
+    info.setAttribute("aria-live", live ? "polite" : "off");
+    info.textContent = text;
+  }
+
+  // The token at the cursor, without a word.
+  const show = () => say(at < 0 ? "Point at a token, or move with the arrow keys." : describe(at), false);
+
   function go(cell) {
     if (at >= 0) spans[at].classList.remove("cursor");
     at = Math.max(0, Math.min(cell, cells.length - 1));
     spans[at].classList.add("cursor");
     spans[at].scrollIntoView({ block: "nearest", inline: "nearest" });
-    info.textContent = describe(at);
+    say(describe(at));
   }
 
   function goToDocument(i) {
     if (!(i in row.docs)) {
-      info.textContent = i < 0 ? "This is the row's first document." : "This is the last document shown of this row.";
+      say(i < 0 ? "This is the row's first document." : "This is the last document shown of this row.");
       return;
     }
     go(cellOf(row.bounds[i]));
@@ -135,37 +148,50 @@
   }
 
   function goToTargets(step) {
-    const token = at < 0 ? -1 : starts[at];
+    const token = isInSight() ? starts[at] : row.bounds[atTop()] - (step > 0 ? 1 : 0);
     const firsts = row.targets.filter((_, i) => i % 2 === 0);
     const found = step > 0 ? firsts.find((place) => place > token) : firsts.findLast((place) => place < token);
-    if (found === undefined) info.textContent = `No targets ${step > 0 ? "after" : "before"} this token in what is shown.`;
+    if (found === undefined) say(`No targets ${step > 0 ? "after" : "before"} this token in what is shown.`);
     else go(cellOf(found));
   }
 
   function goToRow(step) {
     const index = Number(choice.value) + step;
     if (index in data.rows) open(index);
-    else info.textContent = step > 0 ? "This is the last row on this page." : "This is the first row on this page.";
+    else say(step > 0 ? "This is the last row on this page." : "This is the first row on this page.");
   }
 
-  const here = () => (at < 0 ? 0 : documentOf(starts[at]));
+  // Whether the cursor is set and can be seen; where it is not, the reader is at the document at the top of the pane.
+  function isInSight() {
+    if (at < 0) return false;
+    const [cursor, box] = [spans[at], pane].map((element) => element.getBoundingClientRect());
+    return cursor.bottom > box.top && cursor.top < box.bottom;
+  }
+
+  function atTop() {
+    const top = pane.getBoundingClientRect().top + pane.clientTop;
+    return [...pane.children].findIndex((child) => child.getBoundingClientRect().bottom > top + 1);
+  }
+
+  const here = () => (isInSight() ? documentOf(starts[at]) : atTop());
+  const step = (by) => go(at < 0 ? cellOf(row.bounds[atTop()]) : at + by);
   const acts = {
     "row-back": () => goToRow(-1),
     "row-on": () => goToRow(1),
     "document-back": () => goToDocument(here() - 1),
-    "document-on": () => goToDocument(at < 0 ? 0 : here() + 1),
+    "document-on": () => goToDocument(here() + 1),
     "target-on": () => goToTargets(1),
     "target-back": () => goToTargets(-1),
-    "token-back": () => go(at - 1),
-    "token-on": () => go(at + 1),
+    "token-back": () => step(-1),
+    "token-on": () => step(1),
     first: () => go(0),
     last: () => go(cells.length - 1),
     choose: () => choice.focus(),
     borders: () => borders.setAttribute("aria-pressed", String(viewer.classList.toggle("borders"))),
   };
   const keys = {
-    k: "row-back", j: "row-on", p: "document-back", n: "document-on", t: "target-on", T: "target-back", r: "choose", b: "borders",
-    ArrowLeft: "token-back", ArrowRight: "token-on", Home: "first", End: "last",
+    k: "row-back", j: "row-on", p: "document-back", n: "document-on", t: "target-on", r: "choose", b: "borders",
+    arrowleft: "token-back", arrowright: "token-on", home: "first", end: "last",
   };
 
   viewer.addEventListener("click", (event) => {
@@ -175,15 +201,26 @@
     else if (token && pane.contains(token)) go(token.cell);
   });
   viewer.addEventListener("keydown", (event) => {
-    const act = keys[event.key] ?? keys[event.key.toLowerCase()];
+    const key = event.key.toLowerCase();
+    const act = key === "t" && event.shiftKey ? "target-back" : keys[key];
     if (!act || event.target === choice || event.ctrlKey || event.altKey || event.metaKey) return;
     event.preventDefault();
     acts[act]();
   });
-  pane.addEventListener("mouseover", (event) => {
+  pane.addEventListener("pointermove", (event) => {
+    if (!event.movementX && !event.movementY) return;  // the text moved under a pointer that rests
     const token = event.target.closest(".token");
-    if (token) info.textContent = describe(token.cell);
+    if (token) say(describe(token.cell), false);
   });
+  pane.addEventListener("mouseleave", show);
   choice.addEventListener("change", () => open(Number(choice.value)));
-  if (data.rows.length) open(0);
+  for (const link of document.querySelectorAll("a[data-row]")) {  // rows that other sections name
+    link.addEventListener("click", (event) => {
+      event.preventDefault();  // going to a part of the page would take the focus away again
+      open(data.rows.findIndex((held) => held.row === Number(link.dataset.row)));
+      viewer.scrollIntoView();
+      pane.focus({ preventScroll: true });
+    });
+  }
+  open(0);
 })();

@@ -17,10 +17,11 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from pipeline.page.markup import Markup, element
-from pipeline.shards import DatasetError, PackedDataset, Row
+from pipeline.page import Markup, element
+from pipeline.report.signs import NUM_ROWS
+from pipeline.report.wording import many
+from pipeline.shards import PackedDataset, Row
 
-MOST_ROWS = 24
 MOST_TOKENS = 400_000
 """Of all rows together."""
 MOST_BYTES = 2_200_000
@@ -35,40 +36,33 @@ Cell = tuple[int, ...]
 """Ids of the tokens that are shown together: one, or those that a character was split into."""
 
 
-def viewer(dataset: PackedDataset, rows: Sequence[tuple[int, str]]) -> tuple[Markup, str, Any]:
+def viewer(dataset: PackedDataset, tokenizer: Tokenizer, rows: Sequence[tuple[int, str]]) -> tuple[Markup, str, Any]:
     """The viewer's markup, its script and its data, as ``page`` takes them.
 
     Args:
-        dataset: where the rows and the tokenizer are.
-        rows: row numbers and why each is shown, in the order of showing; a number given twice is shown once.
+        dataset: where the rows are.
+        tokenizer: the dataset's.
+        rows: up to 24 row numbers, each once, and why it is shown, in the order of showing.
 
     Raises:
-        ValueError: more than 24 rows.
-        DatasetError: the dataset's tokenizer cannot be read.
         IndexError: no such row.
     """
-    reasons: dict[int, list[str]] = {}
-    for number, why in rows:
-        reasons.setdefault(number, []).append(why)
-    if len(reasons) > MOST_ROWS:
-        raise ValueError(f"{len(reasons)} rows: a page holds at most {MOST_ROWS} so that it opens quickly; name fewer.")
-    words = _Words(dataset)
-    limit = min(MOST_IN_ROW, MOST_TOKENS // max(1, len(reasons)))
-    data = _data(dataset, reasons, words, limit)
+    assert len(rows) <= NUM_ROWS, len(rows)
+    words = _Words(tokenizer)
+    limit = min(MOST_IN_ROW, MOST_TOKENS // max(1, len(rows)))
+    data = _data(dataset, rows, words, limit)
     while (size := len(json.dumps(data, ensure_ascii=False).encode())) > MOST_BYTES:  # ids that hardly ever repeat
         limit = limit * MOST_BYTES * 9 // (size * 10)
-        data = _data(dataset, reasons, words, limit)
+        data = _data(dataset, rows, words, limit)
     return _markup(dataset, data["rows"]), SCRIPT.read_text(encoding="utf-8"), data
 
 
-def _data(dataset: PackedDataset, reasons: dict[int, list[str]], words: "_Words", limit: int) -> dict[str, Any]:
+def _data(dataset: PackedDataset, rows: Sequence[tuple[int, str]], words: "_Words", limit: int) -> dict[str, Any]:
     """What the script reads: each distinct cell once, and rows as numbers of cells."""
-    rows: list[dict[str, Any]] = [
-        {"row": number, "why": "; ".join(why)} | _row(dataset[number], words, limit) for number, why in reasons.items()
-    ]
-    cells = {cell: i for i, cell in enumerate(dict.fromkeys(cell for row in rows for cell in row["cells"]))}
+    held = [_row(dataset[number], words, limit) | {"row": number, "why": why} for number, why in rows]
+    cells = {cell: i for i, cell in enumerate(dict.fromkeys(cell for row in held for cell in row["cells"]))}
     kind = "<u4" if len(cells) > 2**16 else "<u2"
-    for row in rows:
+    for row in held:
         packed = np.array([cells[cell] for cell in row["cells"]], kind)
         row["cells"] = base64.b64encode(packed.tobytes()).decode()
     return {
@@ -77,7 +71,7 @@ def _data(dataset: PackedDataset, reasons: dict[int, list[str]], words: "_Words"
         "ids": [cell[0] if len(cell) == 1 else cell for cell in cells],
         "control": [i for cell, i in cells.items() if cell[0] in words.added],
         "bytes": int(kind[2]),
-        "rows": rows,
+        "rows": held,
     }
 
 
@@ -87,13 +81,13 @@ def _row(row: Row, words: "_Words", limit: int) -> dict[str, Any]:
     length = int(row.boundaries[num_pieces])
     shown = min(length, limit)
     bounds = row.boundaries[: num_pieces + 1]
-    begun = int(np.searchsorted(bounds[:-1], shown))  # documents that are shown, the last one perhaps in part
+    begun = int(np.searchsorted(bounds[:-1], shown))  # pieces that are shown, the last one perhaps in part
     changes = np.flatnonzero(np.diff(row.loss_mask[:shown].astype(np.int8), prepend=0, append=0)).tolist()
     before = np.concatenate([[0], np.cumsum(row.loss_mask)])[bounds]
     return {
         "length": length,
         "shown": shown,
-        "num_documents": num_pieces,
+        "num_pieces": num_pieces,
         "num_targets": int(before[-1]),
         "bounds": bounds[: begun + 1].tolist(),
         "docs": row.doc_ids[:begun].tolist(),
@@ -132,7 +126,7 @@ def _markup(dataset: PackedDataset, rows: Sequence[dict[str, Any]]) -> Markup:
     options = [element("option", f"row {row['row']:,}: {row['why']}", value=str(i)) for i, row in enumerate(rows)]
     buttons = [
         element("button", text, type="button", data_do=do, title=f"{name} ({key.upper()})", aria_label=name,
-                aria_keyshortcuts=key.upper())
+                aria_keyshortcuts=key.upper(), aria_pressed="false" if do == "borders" else None)
         for do, text, name, key in _BUTTONS
     ]  # fmt: skip
     keys = [element("li", *(element("kbd", key) for key in held.split()), f" {what}") for held, what in _KEYS]
@@ -151,7 +145,7 @@ def _markup(dataset: PackedDataset, rows: Sequence[dict[str, Any]]) -> Markup:
         element("p", id="viewer-summary", role="status"),
         element("div", id="viewer-pane", tabindex="0", role="region", aria_label="Tokens of the row",
                 aria_describedby="viewer-keys"),
-        element("p", "Point at a token, or move with the arrow keys.", id="viewer-info", aria_live="polite"),
+        element("p", id="viewer-info", aria_live="polite"),
         element("ul", *keys, id="viewer-keys", aria_label="Keys, while the viewer has the focus"),
         element("ul", *signs, id="viewer-signs", aria_label="Signs"),
         *_left_out(dataset, rows),
@@ -160,7 +154,7 @@ def _markup(dataset: PackedDataset, rows: Sequence[dict[str, Any]]) -> Markup:
 
 
 def _left_out(dataset: PackedDataset, rows: Sequence[dict[str, Any]]) -> list[Markup]:
-    said = [f"{len(rows):,} of {len(dataset):,} rows are on this page."]
+    said = [f"{len(rows):,} of {many(len(dataset), 'row')} on this page."]
     said += [
         f"Row {row['row']:,}: tokens 0 to {row['shown'] - 1:,} of {row['length']:,} are shown."
         for row in rows
@@ -175,13 +169,9 @@ def _left_out(dataset: PackedDataset, rows: Sequence[dict[str, Any]]) -> list[Ma
 class _Words:
     """What the ids of a dataset's own tokenizer stand for."""
 
-    def __init__(self, dataset: PackedDataset) -> None:
-        path = dataset.path / "tokenizer" / "tokenizer.json"
-        try:
-            self._tokenizer = Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises nothing more special
-            raise DatasetError(f"{path}: no tokenizer that this can use ({error}). Pack again.") from None
-        self.added = {i: token.content for i, token in self._tokenizer.get_added_tokens_decoder().items()}
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self.added = {i: token.content for i, token in tokenizer.get_added_tokens_decoder().items()}
         self._known: dict[int, bytes] = {}
 
     def bytes(self, token: int) -> bytes:

@@ -59,6 +59,12 @@ def test_headings_pictures_and_controls_have_names_in_order(page: Page) -> None:
     assert links == page.locator("main > section").evaluate_all("all => all.map(e => '#' + e.id)")
 
 
+def hexadecimal(colour: str) -> str:
+    """A colour as the browser says it, as #rrggbb."""
+    text = colour.strip()
+    return text if text[0] == "#" else "#" + "".join(f"{int(part):02x}" for part in re.findall(r"\d+", text)[:3])
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_every_text_can_be_read_against_what_lies_behind_it(visit: Visit, report: Path, scheme: Scheme) -> None:
     page = visit(report, scheme=scheme)
@@ -83,22 +89,54 @@ def test_every_text_can_be_read_against_what_lies_behind_it(visit: Visit, report
         }"""
     )
 
-    def colour(text: str) -> str:
-        return "#" + "".join(f"{int(part):02x}" for part in re.findall(r"\d+", text)[:3])
-
     assert len(pairs) > 5
     assert {pair[1] for pair in pairs} >= {"rgb(255, 255, 255)" if scheme == "light" else "rgb(20, 23, 28)"}
     for text, ground in pairs:
-        assert contrast(colour(text), colour(ground)) >= 4.5, (text, ground)
+        assert contrast(hexadecimal(text), hexadecimal(ground)) >= 4.5, (text, ground)
 
 
-def test_text_in_charts_is_at_least_12_pixels_high(page: Page) -> None:
+@pytest.mark.parametrize("width", [375, 1280])
+def test_text_in_charts_is_at_least_12_pixels_high(visit: Visit, report: Path, width: int) -> None:
+    page = visit(report, width=width)
     sizes = page.locator("svg text").evaluate_all(
         """all => all.map(e => parseFloat(getComputedStyle(e).fontSize) * (e.ownerSVGElement.viewBox.baseVal?.width
             ? e.ownerSVGElement.getBoundingClientRect().width / e.ownerSVGElement.viewBox.baseVal.width : 1))"""
     )
     assert sizes
     assert min(sizes) >= 12
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_all_of_a_strip_can_be_seen_and_padding_is_of_one_colour(visit: Visit, report: Path, scheme: Scheme) -> None:
+    page = visit(report, scheme=scheme)
+    drawn = page.locator(".strips path").evaluate_all(
+        """all => all.map(e => {
+            const style = getComputedStyle(e);
+            return [e.getAttribute("class"), style.fill, style.stroke, style.fillOpacity, style.opacity];
+        })"""
+    )
+    ground = hexadecimal(page.evaluate("getComputedStyle(document.documentElement).getPropertyValue('--ground')"))
+    seen = {kind: stroke if fill == "none" else fill for kind, fill, stroke, *_ in drawn}
+    assert len(seen) == len(set(seen.values())) >= 4
+    assert {tuple(opacity) for *_, opacity in ((*path[:3], path[3:]) for path in drawn)} == {("1", "1")}
+    for colour in seen.values():
+        assert contrast(hexadecimal(colour), ground) >= 3
+    places = page.locator(".places .parts rect").evaluate_all("all => all.map(e => getComputedStyle(e).fill)")
+    assert places[2] == seen["padding"]
+
+
+def test_numbers_of_bars_stand_at_the_right_edge_and_captions_are_whole_on_a_phone(visit: Visit, report: Path) -> None:
+    page = visit(report, width=375)
+    rows = page.locator(".ranked:not(.flow) tbody td.n").evaluate_all(
+        "all => all.map(e => [e.getBoundingClientRect().right, e.closest('.scroll').getBoundingClientRect().right])"
+    )
+    assert rows
+    assert all(abs(number - edge) <= 1 for number, edge in rows)
+    captions = page.locator("caption").evaluate_all(
+        "all => all.filter(e => e.offsetWidth > 1).map(e => [e.getBoundingClientRect().right, e.textContent])"
+    )
+    assert captions
+    assert [text for right, text in captions if right > 375] == []
 
 
 def test_on_paper_there_is_no_navigation_and_nothing_is_cut_off_at_the_side(visit: Visit, report: Path) -> None:

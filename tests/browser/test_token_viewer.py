@@ -13,11 +13,10 @@ from tokenizers import Tokenizer
 import pipeline.report.viewer
 from pipeline.page import page as build
 from pipeline.page import section
-from pipeline.report.viewer import viewer
 from pipeline.shards import PackedDataset, Row
 from tests.browser.conftest import Visit
 from tests.packed import Piece, make_packed, with_byte_tokenizer
-from tests.test_viewer import ids
+from tests.test_viewer import ids, view
 
 
 def held(page: Page) -> Any:
@@ -39,7 +38,7 @@ def token(page: Page) -> int:
 def open_row(page: Page, dataset: PackedDataset) -> tuple[int, Row]:
     """Choose the row with the most documents; its place in the list, and the row."""
     rows = held(page)["rows"]
-    index = max(range(1, len(rows) - 1), key=lambda i: int(rows[i]["num_documents"]))
+    index = max(range(1, len(rows) - 1), key=lambda i: int(rows[i]["num_pieces"]))
     page.locator("#viewer-row").select_option(str(index))
     row = dataset[rows[index]["row"]]
     assert len(row.doc_ids) > 2
@@ -169,7 +168,7 @@ def test_position_id_and_document_of_every_token_are_those_of_the_row(page: Page
     _, row = open_row(page, dataset)
     said = page.evaluate(
         """() => [...document.querySelectorAll("#viewer-pane .token")].map(token => {
-            token.dispatchEvent(new MouseEvent("mouseover", { bubbles: true }));
+            token.dispatchEvent(new PointerEvent("pointermove", { bubbles: true, movementX: 1 }));
             return document.getElementById("viewer-info").textContent;
         })"""
     )
@@ -191,6 +190,7 @@ def test_position_id_and_document_of_every_token_are_those_of_the_row(page: Page
 def test_the_mouse_does_the_same(page: Page, dataset: PackedDataset) -> None:
     index, row = open_row(page, dataset)
     tokens = page.locator("#viewer-pane .token")
+    tokens.nth(1).hover()
     tokens.nth(3).hover()
     assert token(page) == 3
     assert re.search(rf" ids? {row.input_ids[3]}\b", info(page))
@@ -204,6 +204,7 @@ def test_the_mouse_does_the_same(page: Page, dataset: PackedDataset) -> None:
         page.get_by_role("button", name=name).click()
         assert token(page) == place
     borders = page.get_by_role("button", name="Borders between tokens")
+    assert borders.get_attribute("aria-pressed") == "false"
     borders.click()
     assert borders.get_attribute("aria-pressed") == "true"
     assert tokens.first.evaluate("e => getComputedStyle(e).boxShadow") != "none"
@@ -213,11 +214,94 @@ def test_the_mouse_does_the_same(page: Page, dataset: PackedDataset) -> None:
     assert is_shown(page, index)
 
 
+def test_a_pointer_that_rests_says_nothing_of_what_slides_below_it(page: Page, dataset: PackedDataset) -> None:
+    _, row = open_row(page, dataset)
+    page.evaluate("document.documentElement.style.scrollBehavior = 'auto'")
+    page.locator("#viewer-pane").focus()
+    box = page.locator("#viewer-pane").bounding_box()
+    assert box
+    page.mouse.move(box["x"] + 60, box["y"] + 90)  # the second line of a document at the top of the pane
+    page.mouse.move(box["x"] + 30, box["y"] + 90)
+    live = page.locator("#viewer-info")
+    for start in row.boundaries[1 : len(row.doc_ids)]:
+        page.keyboard.press("n")
+        page.wait_for_timeout(120)  # browsers send a mouse move when what lies below it has changed
+        assert token(page) == start
+        assert live.get_attribute("aria-live") == "polite"
+    page.locator("#viewer-pane .document").last.locator(".token").nth(3).hover()
+    assert token(page) > row.boundaries[len(row.doc_ids) - 1]
+    assert live.get_attribute("aria-live") == "off"
+    page.mouse.move(box["x"] + box["width"] / 3, box["y"] - 30, steps=5)
+    assert token(page) == row.boundaries[len(row.doc_ids) - 1]
+
+
+@pytest.mark.parametrize("is_set", [False, True])
+def test_documents_and_targets_are_sought_from_where_the_reader_has_scrolled(
+    page: Page, dataset: PackedDataset, *, is_set: bool
+) -> None:
+    _, row = open_row(page, dataset)
+    pane = page.locator("#viewer-pane")
+    firsts = np.flatnonzero(np.diff(row.loss_mask.astype(np.int8), prepend=0) == 1).tolist()
+    starts = row.boundaries[: len(row.doc_ids)].tolist()
+    assert len(starts) > 5
+
+    def scroll(document: int) -> None:
+        """A cursor in the first document, then the pane scrolled into another one."""
+        pane.focus()
+        if is_set:
+            page.keyboard.press("Home")
+        for _ in range(3):  # heights far away are guesses until they are drawn
+            page.locator("#viewer-pane .document").nth(document).evaluate(
+                "e => { const pane = e.parentElement; pane.scrollTop = e.offsetTop + 100; }"
+            )
+            page.wait_for_timeout(50)
+
+    for key, wanted in (
+        ("n", starts[4]),
+        ("p", starts[2]),
+        ("t", next(place for place in firsts if place >= starts[3])),
+        ("Shift+T", max(place for place in firsts if place < starts[3])),
+    ):
+        scroll(3)
+        page.keyboard.press(key)
+        assert token(page) == wanted, key
+        page.reload()
+        open_row(page, dataset)
+
+
+def test_the_first_press_goes_to_the_second_document(page: Page, dataset: PackedDataset) -> None:
+    _, row = open_row(page, dataset)
+    page.get_by_role("button", name="Next document").click()
+    assert token(page) == row.boundaries[1]
+
+
+def test_caps_lock_does_not_turn_the_search_around(page: Page, dataset: PackedDataset) -> None:
+    _, row = open_row(page, dataset)
+    firsts = np.flatnonzero(np.diff(row.loss_mask.astype(np.int8), prepend=0) == 1).tolist()
+    press = """(pane, [key, shiftKey]) =>
+        pane.dispatchEvent(new KeyboardEvent("keydown", { key, shiftKey, bubbles: true, cancelable: true }))"""
+    pane = page.locator("#viewer-pane")
+    for key, shift, wanted in (("T", False, 0), ("T", False, 1), ("t", True, 0)):
+        pane.evaluate(press, [key, shift])
+        assert token(page) == firsts[wanted]
+
+
+def test_rows_to_look_at_open_in_the_viewer(page: Page, dataset: PackedDataset) -> None:
+    links = page.locator("#rows-to-look-at a")
+    assert links.count() > 6
+    for i in (links.count() - 1, 1):
+        number = links.nth(i).text_content()
+        links.nth(i).click()
+        assert (page.locator("#viewer-summary").text_content() or "").startswith(f"Row {number}: ")
+        assert page.evaluate("document.activeElement.id") == "viewer-pane"
+        assert page.locator("#tokens h2").is_visible()
+
+
 def test_the_next_document_comes_to_the_top_of_the_pane_however_far_away(page: Page, dataset: PackedDataset) -> None:
     _, row = open_row(page, dataset)
     page.locator("#viewer-pane").focus()
     tops = []
-    for _ in range(len(row.doc_ids) - 1):
+    for _ in range(len(row.doc_ids) - 2):
         page.keyboard.press("n")
         tops.append(
             page.evaluate(
@@ -241,7 +325,7 @@ def small_page(path: Path, rows: list[list[Piece]], *, max_tokens: int) -> Path:
     dataset = PackedDataset.open(
         with_byte_tokenizer(make_packed(path / "d", rows, max_tokens=max_tokens, vocab_size=256))
     )
-    markup, script, data = viewer(dataset, [(i, "because") for i in range(len(rows))])
+    markup, script, data = view(dataset, [(i, "because") for i in range(len(rows))])
     (path / "page.html").write_bytes(build(title="t", parts=[section("Tokens", markup)], script=script, data=data))
     return path / "page.html"
 
@@ -255,6 +339,17 @@ def test_text_of_a_chat_never_becomes_an_element(visit: Visit, tmp_path: Path) -
     assert page.locator("#viewer-pane .text").text_content() == shown
 
 
+def test_a_viewer_without_rows_has_nothing_to_press(visit: Visit, tmp_path: Path) -> None:
+    page = visit(small_page(tmp_path, [], max_tokens=8))
+    for control in page.locator("#viewer button, #viewer select").all():
+        assert control.is_disabled()
+    page.locator("#viewer-pane").focus()
+    page.keyboard.press("n")
+    page.keyboard.press("ArrowRight")
+    page.locator("#viewer-pane").hover()
+    assert info(page) == ""
+
+
 def test_of_a_row_that_is_cut_the_rest_is_said_and_the_last_document_shown_is_the_last(
     visit: Visit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -266,7 +361,7 @@ def test_of_a_row_that_is_cut_the_rest_is_said_and_the_last_document_shown_is_th
         "Tokens 5 to 11 are not on this page.",
         "Padding: 4 tokens, 12 to 15",
     ]
-    assert page.locator("#viewer-summary").text_content() == "Row 0: 4 documents, 12 tokens, 8 targets, 4 padding"
+    assert page.locator("#viewer-summary").text_content() == "Row 0: 4 pieces, 12 tokens, 8 targets, 4 padding"
     page.locator("#viewer-pane").focus()
     for _ in range(3):
         page.keyboard.press("n")

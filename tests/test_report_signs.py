@@ -244,8 +244,10 @@ def test_targets_are_drawn_full_other_tokens_at_half_height_and_padding_as_an_ou
     drawn = Parsed(picture(PackedDataset.open(path), strips(f)))
     shapes = {path["class"]: path["d"] for path in drawn.all("path")}
     assert shapes == {  # a token is 120 wide, from 20 on
-        "s1": "M20 25H140V30H20zM140 20H260V30H140z" + "M20 38H860V43H20zM860 33H980V43H860z",
-        "s2": "M260 25H500V30H260zM500 20H620V30H500z",
+        "s1": "M140 20H260V30H140z" + "M860 33H980V43H860z",
+        "s1 other": "M20 25H140V30H20z" + "M20 38H860V43H20z",
+        "s2": "M500 20H620V30H500z",
+        "s2 other": "M260 25H500V30H260z",
         "padding": "M620.5 20.5H979.5V29.5H620.5z",
     }
     assert [text["text"] for text in drawn.all("text")] == ["0", "T = 8 tokens", "0"]

@@ -77,7 +77,8 @@ def picture(dataset: PackedDataset, rows: Sequence[dict[str, int]]) -> Markup:
             if piece == PADDING:
                 shapes["padding"].append(f"M{x + 0.5} {end - _HIGH + 0.5}H{right - 0.5}V{end - 0.5}H{x + 0.5}z")
             else:
-                shapes[f"s{COLOURS[piece % len(COLOURS)]}"].append(f"M{x} {end - high}H{right}V{end}H{x}z")
+                kind = f"s{COLOURS[piece % len(COLOURS)]}" + " other" * (not full[start])
+                shapes[kind].append(f"M{x} {end - high}H{right}V{end}H{x}z")
         if i % 2 == 0:
             texts.append(element("text", f"{row['row']:,}", class_="end", x=left - 8, y=end))
     paths = [element("path", d="".join(parts), class_=kind) for kind, parts in sorted(shapes.items())]
@@ -85,8 +86,9 @@ def picture(dataset: PackedDataset, rows: Sequence[dict[str, int]]) -> Markup:
     return figure(
         element("svg", *paths, *texts, viewBox=size, class_="strips"),
         title=many(len(rows), "row"),
-        text="A strip is a row, with the number of every second one on its left. Each piece has a colour: full height "
-        f"where its tokens are targets, half where they are not; padding is an outline. {_resolution(max_tokens, num)}",
+        text="A strip is a row, with the number of every second one on its left. Each piece has a colour: strong and of "
+        "full height where its tokens are targets, lighter and of half where they are not; padding is a grey outline. "
+        f"{_resolution(max_tokens, num)}",
         fallback=table(("row", "pieces", "targets", "padding"), [[f"{n:,}" for n in row.values()] for row in rows],
                        caption="The rows of the picture", numeric=range(4)),
     )  # fmt: skip

@@ -107,7 +107,9 @@ def test_text_in_charts_is_at_least_12_pixels_high(visit: Visit, report: Path, w
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_all_of_a_strip_can_be_seen_and_padding_is_of_one_colour(visit: Visit, report: Path, scheme: Scheme) -> None:
+def test_targets_and_padding_of_a_strip_stand_out_and_other_tokens_are_lighter(
+    visit: Visit, report: Path, scheme: Scheme
+) -> None:
     page = visit(report, scheme=scheme)
     drawn = page.locator(".strips path").evaluate_all(
         """all => all.map(e => {
@@ -116,9 +118,10 @@ def test_all_of_a_strip_can_be_seen_and_padding_is_of_one_colour(visit: Visit, r
         })"""
     )
     ground = hexadecimal(page.evaluate("getComputedStyle(document.documentElement).getPropertyValue('--ground')"))
-    seen = {kind: stroke if fill == "none" else fill for kind, fill, stroke, *_ in drawn}
+    seen = {kind: stroke if fill == "none" else fill for kind, fill, stroke, *_ in drawn if "other" not in kind}
     assert len(seen) == len(set(seen.values())) >= 4
-    assert {tuple(opacity) for *_, opacity in ((*path[:3], path[3:]) for path in drawn)} == {("1", "1")}
+    assert {(float(inside), float(whole)) for kind, _, _, inside, whole in drawn if "other" in kind} == {(0.6, 1.0)}
+    assert {(float(inside), float(whole)) for kind, _, _, inside, whole in drawn if kind in seen} == {(1.0, 1.0)}
     for colour in seen.values():
         assert contrast(hexadecimal(colour), ground) >= 3
     places = page.locator(".places .parts rect").evaluate_all("all => all.map(e => getComputedStyle(e).fill)")

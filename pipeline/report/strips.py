@@ -86,9 +86,9 @@ def picture(dataset: PackedDataset, rows: Sequence[dict[str, int]]) -> Markup:
     return figure(
         element("svg", *paths, *texts, viewBox=size, class_="strips"),
         title=many(len(rows), "row"),
-        text="A strip is a row, with the number of every second one on its left. Each piece has a colour: strong and of "
-        "full height where its tokens are targets, lighter and of half where they are not; padding is a grey outline. "
-        f"{_resolution(max_tokens, num)}",
+        text="A strip is a row, with the number of every second one on its left. Each piece has a colour: strong and "
+        "of full height where its tokens are targets, lighter and of half where they are not; padding is a grey "
+        f"outline. {_resolution(max_tokens, num)}",
         fallback=table(("row", "pieces", "targets", "padding"), [[f"{n:,}" for n in row.values()] for row in rows],
                        caption="The rows of the picture", numeric=range(4)),
     )  # fmt: skip

@@ -44,7 +44,8 @@ def kernel(operation: str, **changes: Any) -> dict[str, Any]:
 def step(number: int, **changes: Any) -> dict[str, Any]:
     """A step's line; None as a change leaves the field out."""
     line: dict[str, Any] = {
-        "step": number, "rows_seen": 8 * number, "targets": 400 + number, "loss": 5 - 0.01 * number, "lr": 0.001,
+        "step": number, "rows_seen": 8 * number, "tokens": 500 + number, "targets": 400 + number,
+        "loss": 5 - 0.01 * number, "lr": 0.001,
         "grad_norm": 0.5 + (number % 3), "tokens_per_s": 1000.0 + number, "step_s": 0.5 + 0.01 * (number % 7),
         "data_wait_s": 0.001, "mfu": 0.5, "hfu": 0.6, "peak_gib": 6.5,
     }  # fmt: skip

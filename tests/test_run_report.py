@@ -2,8 +2,12 @@
 
 import json
 import math
+import os
+import platform
 import re
 import statistics
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -16,10 +20,18 @@ from hypothesis import strategies as st
 from tests import runs
 from tests.packed import make_packed, random_rows
 from tests.runs import as_json, report, tables, tiles
+from trainer.record import locked
 from trainer.report.charts import SMOOTH_FROM, running_mean, smoothed
 from trainer.report.figures import figures, total_steps
 from trainer.report.log import read
-from trainer.report.text import moment, span
+from trainer.report.text import headlines, moment, span
+
+STEP_SECONDS = "Seconds of the first step, and percentiles of the others"
+
+
+def rank(values: list[float], percent: int) -> float:
+    """The least value that is not below so many per cent of all."""
+    return sorted(values)[max(0, math.ceil(len(values) * percent / 100) - 1)]
 
 
 def quantile(values: list[float], percent: int) -> float:
@@ -75,8 +87,8 @@ def test_percentiles_and_the_histogram_of_step_times_are_those_of_the_log(
     folder, lines = logged
     seconds = [line["step_s"] for line in lines]
     found = tables(report(folder))
-    expected = [f"{quantile(seconds, p):,.4g}" for p in (0, 5, 25, 50, 75, 95, 99, 100)]
-    assert found["Seconds from step to step, percentiles"][1] == ["seconds", *expected]
+    expected = [seconds[0], *(rank(seconds[1:], p) for p in (0, 5, 25, 50, 75, 95, 99, 100))]
+    assert found[STEP_SECONDS][1] == ["seconds", *(f"{s:,.4g}" for s in expected)]
     bars = found["How long steps took"][1:]
     for between, count in bars:
         low, high = map(float, between.split(" to "))
@@ -91,8 +103,10 @@ def test_the_json_and_the_tiles_hold_the_same_numbers(
     (found,) = as_json(capsys, folder)["runs"]
     total = sum(line["step_s"] for line in lines)
     assert found["seconds"] == pytest.approx(total)
-    assert found["tokens"] == pytest.approx(sum(line["step_s"] * line["tokens_per_s"] for line in lines))
-    assert found["data_wait_share"] == pytest.approx(sum(line["data_wait_s"] for line in lines) / total)
+    assert found["tokens"] == sum(line["tokens"] for line in lines)
+    usual = sorted(lines, key=lambda line: line["data_wait_s"])[:-1]  # one start
+    waited, of = (sum(line[name] for line in usual) for name in ("data_wait_s", "step_s"))
+    assert found["data_wait_share"] == pytest.approx(waited / of)
     assert found["num_clipped"] == sum(line["grad_norm"] > 1 for line in lines)
     assert found["quantities"]["loss"]["mean"] == pytest.approx(sum(line["loss"] for line in lines) / 23)
     assert (found["peak_gib"], found["estimate_gib"], found["recomputed"]) == (6.5, 8, [2, 4])
@@ -104,6 +118,30 @@ def test_the_json_and_the_tiles_hold_the_same_numbers(
     assert shown["MFU"] == [f"{statistics.median(line['mfu'] for line in lines):.2%}", "median; hardware 60.00%"]
     assert shown["memory"] == ["6.5 GiB", "estimated 8.0 GiB"]
     assert shown["waiting for data"][0] == f"{found['data_wait_share']:.2%}"
+
+
+def test_tokens_are_exact_where_they_were_logged_and_else_to_the_digits_of_their_speed(tmp_path: Path) -> None:
+    lines = [runs.step(1, tokens=16384, step_s=0.5, tokens_per_s=32767.1), runs.step(2, tokens=16383)]
+    exact, old = (runs.write(tmp_path / name, found, runs.config())
+                  for name, found in (("exact", lines), ("old", [lines[0] | {"tokens": None}, lines[1]])))  # fmt: skip
+    for folder, text in ((exact, "32,767"), (old, "about 32,770")):
+        assert dict(headlines(figures(read(folder), now=0)))["tokens of documents"] == text
+
+
+def test_each_starts_longest_wait_for_data_is_no_reason_for_alarm(tmp_path: Path) -> None:
+    lines = [runs.step(i, step_s=1.0, data_wait_s=0.9 if i in (1, 5) else 0.01) for i in range(1, 9)]
+    resumed = runs.write(tmp_path / "r", lines, runs.config(earlier=[{}]))
+    once = runs.write(tmp_path / "o", lines, runs.config())
+    assert figures(read(resumed), now=0).data_wait_share == pytest.approx(0.01)
+    assert figures(read(once), now=0).data_wait_share == pytest.approx((0.9 + 6 * 0.01) / 7)
+    assert "was waiting for data" not in report(resumed)
+    assert "13.7% of the steps&#x27; time was waiting for data." in report(once)
+
+
+def test_a_page_of_one_run_holds_what_the_terminal_shows(logged: tuple[Path, list[dict[str, Any]]]) -> None:
+    page = report(logged[0])
+    for name, text in headlines(figures(read(logged[0]), now=time.time())):
+        assert name == "state" or f"<dt>{name}</dt><dd>{text}</dd>" in page
 
 
 def test_the_terminal_shows_the_figures(
@@ -135,6 +173,49 @@ def test_a_run_goes_on_stops_or_is_finished(tmp_path: Path) -> None:
     assert figures(done, now=now).projection is None
 
 
+def test_without_a_process_to_ask_five_silent_minutes_stop_a_run_of_quick_steps(tmp_path: Path) -> None:
+    run = read(runs.write(tmp_path / "r", [runs.step(i) for i in range(1, 6)], runs.config()))
+    assert [figures(run, now=run.changed + s).state for s in (299, 301)] == ["running", "stopped"]
+    assert dict(headlines(figures(run, now=run.changed)))["state"] == "running, by its log"
+    assert "told by when it was last written" in tiles(report(run.path))["state"][1]
+
+
+def test_a_process_of_this_machine_is_asked_whether_it_lives(tmp_path: Path) -> None:
+    """However long it is silent, and however lately it was ended."""
+    folder = runs.write(tmp_path / "r", [runs.step(1)], runs.config())
+    with locked(folder, say=print):
+        held = read(folder)
+    code = f"from pathlib import Path; from trainer.record import locked; locked(Path({str(folder)!r}), say=print)"
+    subprocess.run([sys.executable, "-c", f"{code}.__enter__()"], check=True)
+    ended = read(folder)
+    for run, state in ((held, "running"), (ended, "stopped")):
+        for silent in (1, 400, 1e6):
+            found = figures(run, now=run.changed + silent)
+            assert (found.state, found.is_guessed, dict(headlines(found))["state"]) == (state, False, state)
+    assert ended.is_alive is False
+    assert "its process has ended, and nothing was written since" in report(folder)
+
+
+@pytest.mark.parametrize(
+    "lock", ["", "process 1 on elsewhere\n", "process 0 on HERE\n", "process 1234567890123 on HERE\n", "\udcff"]
+)
+def test_a_process_that_cannot_be_asked_is_not_taken_for_one_that_lives(tmp_path: Path, lock: str) -> None:
+    folder = runs.write(tmp_path / "r", [runs.step(1)], runs.config())
+    (folder / ".lock").write_bytes(lock.replace("HERE", platform.node()).encode(errors="surrogateescape"))
+    assert read(folder).is_alive is None
+
+
+def test_an_export_of_an_earlier_start_does_not_finish_a_run_that_goes_on(tmp_path: Path) -> None:
+    folder = runs.write(tmp_path / "r", [runs.step(1)], runs.config(settings={"steps": None}))
+    (folder / "export").mkdir()
+    (folder / ".lock").write_text(f"process {os.getpid()} on {platform.node()}\n")
+    assert figures(read(folder), now=0).state == "running"
+    (folder / ".lock").unlink()
+    runs.write(folder, None, runs.config(settings={"steps": None}, total_steps=5))
+    run = read(folder)
+    assert (figures(run, now=run.changed).state, figures(run, now=0).total_steps) == ("running", 5)
+
+
 def test_an_export_finishes_a_run_whose_number_of_steps_is_not_known_and_no_other(tmp_path: Path) -> None:
     for steps, state in ((None, "finished"), (9, "stopped")):
         folder = runs.write(tmp_path / str(steps), [runs.step(1)], runs.config(settings={"steps": steps}))
@@ -156,6 +237,8 @@ def test_the_end_is_projected_from_the_median_of_the_last_200_steps(tmp_path: Pa
         1000 * quantile(seconds[50:], 75),
     )
     assert found.end == run.changed + 2000
+    shown = dict(headlines(figures(run, now=run.changed + 1)))
+    assert (shown["time left"], shown["time left, by quartiles"]) == ("33 min 20 s", "29 min 10 s to 41 min 40 s")
     stopped = figures(run, now=run.changed + 1e6).projection
     assert stopped is not None
     assert stopped.end is None
@@ -169,6 +252,7 @@ def test_steps_of_whole_epochs_are_counted_from_the_dataset_if_it_is_the_runs_ow
     assert total_steps(runs.config(settings=settings, dataset_id=dataset_id)) == math.ceil(3 * 7 / 4)
     assert total_steps(runs.config(settings=settings)) is None
     assert total_steps(runs.config(settings=settings | {"shards": "gone"}, dataset_id=dataset_id)) is None
+    assert total_steps(runs.config(settings=settings | {"shards": "gone"}, total_steps=6)) == 6
     assert total_steps(runs.config(settings=settings | {"epochs": "x"}, dataset_id=dataset_id)) is None
 
 
@@ -189,7 +273,7 @@ def test_a_moment_beyond_any_calendar_is_said() -> None:
 
 def test_a_run_of_one_step_has_its_page(tmp_path: Path) -> None:
     page = report(runs.write(tmp_path / "r", [runs.step(1)], runs.config()))
-    assert tables(page)["Seconds from step to step, percentiles"][1][1:] == ["0.51"] * 8
+    assert tables(page)[STEP_SECONDS][1][1:] == ["0.51"] * 9
     assert tiles(page)["loss"][0] == "4.9900"
 
 

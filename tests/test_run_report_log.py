@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from tests import runs
 from trainer import record
-from trainer.report.log import COLUMNS, CONFIG, GREATEST, VERSIONS, number, read, whole
+from trainer.report.log import COLUMNS, GREATEST, VERSIONS, number, read, whole
 
 
 def test_a_log_is_read_as_columns(tmp_path: Path) -> None:
@@ -30,7 +30,10 @@ def test_a_log_is_read_as_columns(tmp_path: Path) -> None:
 
 def test_an_old_log_lacks_the_fields_that_were_not_recorded(tmp_path: Path) -> None:
     run = read(runs.write(tmp_path / "r", [runs.step(1, step_s=None, data_wait_s=None, mfu=None)], runs.config()))
-    assert run.column("step_s").size == run.column("data_wait_s").size == run.column("mfu").size == 0
+    for name in ("step_s", "data_wait_s", "mfu"):
+        assert not run.has(name)
+        assert np.isnan(run.column(name)).tolist() == [True]
+    assert run.has("hfu")
     assert run.column("hfu").tolist() == [0.6]
 
 
@@ -127,8 +130,7 @@ def test_a_number_is_finite_and_itself_or_it_is_none(value: Any) -> None:
     assert whole(value) == (value if type(value) is int and 0 <= value <= 10**12 else None)
 
 
-def test_names_and_version_are_those_that_the_trainer_writes() -> None:
-    assert CONFIG == record.CONFIG
+def test_the_version_is_what_the_trainer_writes() -> None:
     assert record.RECORD_VERSION in VERSIONS
 
 

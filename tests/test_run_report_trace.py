@@ -17,6 +17,8 @@ from trainer import timeline
 from trainer.report.__main__ import main
 from trainer.report.lanes import COLUMNS, LANES, coverage, picture
 
+LANES_TEXT = "A lane is filled as high as the share of that moment spent on it. CPU: in any operation or call."
+
 
 def save(path: Path, events: list[Event]) -> Path:
     path.write_bytes(gzip.compress(json.dumps({"traceEvents": events}).encode()))
@@ -95,6 +97,51 @@ def test_no_time_is_lost_in_the_picture(spans: list[tuple[float, float]], num: i
         assert share == pytest.approx(inside * num / 100, abs=1e-6)
 
 
+def distinct() -> list[Event]:
+    """One step of 100 ms whose counts and times are all different."""
+    return slower([
+        mark(1, 0, 100),
+        *(op("aten::mm", i, i + 0.5) for i in range(10)),
+        *(op("aten::_local_scalar_dense", 20 + 2 * i, 21 + 2 * i) for i in range(3)),
+        *(launch(30 + 5 * i, i) for i in range(7)),
+        *(span("cuda_runtime", "cudaStreamSynchronize", at, at + 1) for at in (70, 72)),
+        kernel("nvjet_gemm", 35, 47, 0),
+        kernel("flash_fwd", 48, 51, 1),
+        kernel("chunk_gated_delta", 52, 58, 2),
+        kernel("batch_trsm_left_kernel", 60, 67, 3),
+        span("gpu_memcpy", "Memcpy DtoH", 70, 71, correlation=4, tid=7),
+        span("gpu_memcpy", "Memcpy HtoD", 72, 76, correlation=5, tid=7),
+    ])  # fmt: skip
+
+
+DISTINCT = {
+    "CPU time, ms": {"in operations and calls": "45.0", "the whole step": "100.0"},
+    "CPU calls": {"all": "22", "operations": "13", "calls into CUDA": "9", "of them launches": "7",
+                  "waits for the GPU": "2", "values read": "3"},
+    "GPU time, ms": {"busy": "33.0", "idle": "67.0", "longest gap": "35.0", "matrix": "12.0", "attention": "3.0",
+                     "delta rule": "6.0", "other": "7.0", "copies": "5.0"},
+    "GPU operations": {"all": "6", "kernels": "4", "copies to the host": "1"},
+}  # fmt: skip
+
+
+def test_every_row_of_the_four_tables_is_the_number_it_is_named_after(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = save(tmp_path / "t.json.gz", distinct())
+    found = tables(report(folder, "--trace", path))
+    printed = [line.split() for line in capsys.readouterr().out.splitlines()]
+    for title, rows in DISTINCT.items():
+        assert found[title] == [["", "t.json.gz"], *map(list, rows.items())]
+        for name, text in rows.items():
+            assert [*name.split(), text] in printed
+
+
+def test_it_is_said_below_picture_and_tables_what_no_kernels_name_tells(folder: Path, tmp_path: Path) -> None:
+    page = report(folder, "--trace", save(tmp_path / "t.json.gz", distinct()))
+    assert page.count(f"<span>{LANES_TEXT} {timeline.UNNAMED}</span>".replace("'", "&#x27;")) == 1
+    assert page.count(f'<p class="note">{timeline.UNNAMED}</p>'.replace("'", "&#x27;")) == 1
+
+
 def test_the_four_tables_hold_what_trainer_timeline_prints(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -145,11 +192,19 @@ def test_a_runs_own_trace_is_shown_and_a_broken_one_costs_only_itself(folder: Pa
     assert "trace.json.gz is no trace of torch&#x27;s profiler" in page
 
 
-def test_two_runs_own_traces_are_before_and_after(folder: Path, tmp_path: Path) -> None:
-    other = runs.write(tmp_path / "s", [runs.step(1)], runs.config())
+def test_runs_own_traces_bear_their_names_and_those_beyond_two_are_said_to_be_left_out(
+    folder: Path, tmp_path: Path
+) -> None:
+    folders = [folder, *(runs.write(tmp_path / name, [runs.step(1)], runs.config()) for name in "stu")]
     save(folder / "trace.json.gz", two_steps())
-    save(other / "trace.json.gz", kinds())
-    assert tables(report(folder, other))["GPU operations"][1] == ["all", "2", "5", "3.33"]
+    assert tables(report(folder))["GPU operations"][0] == ["", "r"]
+    save(folders[2] / "trace.json.gz", kinds())
+    page = report(*folders)
+    assert tables(page)["GPU operations"][:2] == [["", "r", "t", "ratio"], ["all", "2", "5", "3.33"]]
+    assert "a ratio is t / r." in page
+    assert "left out" not in page
+    save(folders[3] / "trace.json.gz", kinds())
+    assert "Two traces are shown; those of u are left out." in report(*folders)
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"[]", b'[{"ph": "X", "name": "a", "cat": "kernel"}]'])

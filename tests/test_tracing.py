@@ -1,11 +1,15 @@
 """Traces of a real loop."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import torch
 
 from trainer.timeline import analyse, read, summary
 from trainer.tracing import tracer
+
+ROOT = Path(__file__).resolve().parents[1]
 
 
 def test_a_real_trace_has_the_steps_that_were_asked_for(tmp_path: Path) -> None:
@@ -25,6 +29,17 @@ def test_a_real_trace_has_the_steps_that_were_asked_for(tmp_path: Path) -> None:
         assert step.num_scalar_reads == 1
         assert list(step.waits) == ["aten::item > aten::_local_scalar_dense"]
     assert summary(steps)["num_gpu_ops"] == 0
+
+
+def test_the_profiler_prints_nothing(tmp_path: Path) -> None:
+    code = (
+        "import torch; from pathlib import Path; from trainer.tracing import tracer\n"
+        f"with tracer(Path({str(tmp_path / 't.json')!r}), first=1, num_steps=1) as trace:\n"
+        "    for _ in range(3): torch.ones(1).sum(); trace.step()"
+    )
+    done = subprocess.run([sys.executable, "-W", "always", "-c", code], capture_output=True, check=True, cwd=ROOT)
+    assert (done.stdout, done.stderr) == (b"", b"")
+    assert (tmp_path / "t.json").exists()
 
 
 def test_tracing_nothing_costs_nothing_and_writes_nothing(tmp_path: Path) -> None:

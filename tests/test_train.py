@@ -56,9 +56,10 @@ def test_a_run_leaves_metrics_checkpoints_record_and_export(base: Path, uninterr
     steps = [line for line in lines if "loss" in line]
     assert [line["step"] for line in steps] == list(range(1, 9))
     assert [line["rows_seen"] for line in steps] == [4, 8, 12, 16, 20, 24, 28, 30]
-    assert all(line.keys() == {"step", "rows_seen", "targets", "loss", "lr", "grad_norm"} for line in steps)
+    assert all(line.keys() == {"step", "rows_seen", "tokens", "targets", "loss", "lr", "grad_norm"} for line in steps)
     dataset = PackedDataset.open(base / "packed")
-    assert sum(line["targets"] for line in steps) == 3 * dataset.manifest.totals["targets"]
+    for name in ("tokens", "targets"):
+        assert sum(line[name] for line in steps) == 3 * dataset.manifest.totals[name]
     assert steps[-1]["loss"] < steps[0]["loss"]
     evaluations = {line["step"]: line["eval_loss"] for line in lines if "eval_loss" in line}
     assert list(evaluations) == [0, 3, 6, 8]
@@ -71,7 +72,7 @@ def test_the_record_says_what_was_run_with_what(base: Path, uninterrupted: Path)
     assert found["dataset_id"] == dataset.manifest.dataset_id
     assert found["fingerprint"] == dataset.manifest.fingerprint
     assert found["settings"].keys() == set(train.Settings.__dataclass_fields__)
-    assert (found["settings"]["precision"], found["settings"]["epochs"]) == ("fp32", 3)
+    assert (found["settings"]["precision"], found["settings"]["epochs"], found["total_steps"]) == ("fp32", 3, 8)
     assert found["model"]["hidden_size"] == 32
     assert found["versions"].keys() >= {"python", "torch", "transformers", "numpy", "pyarrow"}
     assert {choice["operation"] for choice in found["kernels"]} >= {"gated_delta_rule", "attention", "loss"}

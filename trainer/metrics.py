@@ -1,16 +1,17 @@
 """What a run tells while it goes: ``metrics.jsonl``, one object a line, a live line on stderr, and trackers.
 
-A step's line has ``step, rows_seen, targets, loss, lr, grad_norm``, then what differs from run to run:
+A step's line has ``step, rows_seen, tokens, targets, loss, lr, grad_norm``, then what differs from run to run:
 ``tokens_per_s``; ``step_s``, the seconds from step to step; ``data_wait_s``, those of them in which the loop waited for
-the step's rows. On a GPU it has ``peak_gib`` too, the most memory that tensors took since the run began, and where the
-GPU's speed is known and weights are bf16, ``mfu`` and ``hfu``: the shares of that speed which the model's arithmetic
-(``model_flops``) and all arithmetic with what was computed again (``hardware_flops``) come to. An evaluation's line
+the step's rows. On a GPU it has ``peak_gib`` too, the most memory that tensors took on rank 0's GPU since this start,
+and where the GPU's speed is known and weights are bf16, ``mfu`` and ``hfu``: the shares of that speed which the model's
+arithmetic (``model_flops``) and what was computed of it, some again (``hardware_flops``), come to. An evaluation's line
 has ``step, eval_loss``.
 
 Guarantees: rank 0 alone writes; each line is whole or, after a kill, dropped on resume together with all that come
 after the checkpoint, so that the file reads as if the run had never stopped; the same settings give the same lines
 but for what comes of time and memory. Tokens are those of documents, not padding; evaluations and checkpoints are in
 no step's time.
+Python's warnings come above the live line while this is open.
 Costs: the device is not waited for.
 """
 
@@ -20,6 +21,7 @@ import os
 import resource
 import sys
 import time
+import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -114,6 +116,7 @@ class Metrics:
         self._first_step = step
         self._begun = self._since = time.perf_counter()
         self._waited = 0.0
+        self._showwarning = warnings.showwarning
 
     def time_steps(self, source: Iterable[T]) -> Iterator[T]:
         """The items of ``source``, one a step. A step's time begins when its item is asked for: what lies between
@@ -138,6 +141,7 @@ class Metrics:
         self._write({
             "step": result.step,
             "rows_seen": rows_seen,
+            "tokens": result.num_tokens,
             "targets": result.num_targets,
             "loss": result.loss,
             "lr": result.lr,
@@ -179,9 +183,15 @@ class Metrics:
                 self._trackers.close()
 
     def __enter__(self) -> Self:
+        if self._file is not None:
+            warnings.showwarning = self._warn  # type: ignore[assignment]  # or it breaks the live line
         return self
 
+    def _warn(self, message: Warning | str, category: type[Warning], *_place: Any) -> None:
+        self.say(f"warning: {message} ({category.__name__})")
+
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        warnings.showwarning = self._showwarning
         self.close()
 
     def _write(self, line: dict[str, Any]) -> None:

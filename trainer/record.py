@@ -33,16 +33,13 @@ import transformers
 from pipeline import __version__
 from pipeline.shards import Manifest
 from trainer import checkpoint
+from trainer.report.log import CONFIG, LOCK
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 RECORD_VERSION = 1
 """Version of the fields of ``config.json``."""
-
-CONFIG = "config.json"
-
-LOCK = ".lock"
 
 FREE_SETTINGS = (
     "shards", "eval_shards", "micro_rows", "steps", "epochs", "eval_every", "save_every", "keep", "out", "resume",
@@ -110,6 +107,7 @@ def describe(
     model_config: dict[str, Any],
     device: torch.device,
     world_size: int,
+    total_steps: int,
     kernels: list[dict[str, Any]],
     memory: dict[str, int],
 ) -> dict[str, Any]:
@@ -118,6 +116,7 @@ def describe(
         "version": RECORD_VERSION,
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "settings": settings,
+        "total_steps": total_steps,  # follows from settings and dataset
         "dataset_id": manifest.dataset_id,
         "fingerprint": manifest.fingerprint,
         "eval_dataset_id": eval_manifest.dataset_id if eval_manifest else None,
@@ -125,10 +124,7 @@ def describe(
         "model": model_config,
         "versions": {
             "python": platform.python_version(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "numpy": numpy.__version__,
-            "pyarrow": pyarrow.__version__,
+            **{module.__name__: module.__version__ for module in (torch, transformers, numpy, pyarrow)},
             "qwen-packed-finetune": __version__,
         },
         "commit": _commit(),

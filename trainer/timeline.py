@@ -10,8 +10,8 @@ A step is an annotation `ProfilerStep#N`; a trace without one counts as one step
 that launched it, whenever it ran. A step lasts until its own last work on the GPU or CPU has ended, whichever is
 later, but no longer than to the next step's first work on the GPU; then the next one begins.
 
-Guarantees: overlapping streams count once in busy time; nested operations count once in CPU time; nothing of the trace
-is dropped without being counted somewhere.
+Guarantees: overlapping streams count once in busy time; nested operations count once in CPU time. What was called
+outside of every step, as while the profiler starts, is in no number.
 Costs: the whole trace in memory, some 2 KB an event; a few seconds for a million events. The profiler itself slows the
 CPU: its times are for comparing, those of a run without it are the true ones.
 """
@@ -24,7 +24,7 @@ import re
 import sys
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -41,18 +41,26 @@ RUNTIME = ("cuda_runtime", "cuda_driver")
 GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 """Categories of work on the GPU."""
 
+KINDS = ("matrix", "attention", "delta rule", "other", "copies")
+"""Of work on the GPU, as it is shown."""
+
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cuStreamSynchronize")
 """Calls in which the CPU waits for the GPU."""
 
 SCALAR_READ = "aten::_local_scalar_dense"
 """The operation behind `.item()`, `.tolist()` of one value, `if tensor`: on a GPU it waits."""
 
-KINDS = (
+PATTERNS = (
+    ("copies", re.compile(r"^Mem(cpy|set)\b")),
     ("attention", re.compile(r"flash_(fwd|bwd|attn)|flash::|fmha|attention|sdpa|cudnn.*mha", re.I)),
     ("delta rule", re.compile(r"delta|chunk_|fused_gdr|kkt|solve_tril|recompute_w_u|local_cumsum|tilelang", re.I)),
+    ("other", re.compile("trsm")),  # cuBLAS's triangular solver: none of the model's products
     ("matrix", re.compile(r"gemm|gemv|wgmma|cutlass|nvjet|cublas|xmma|splitKreduce|sm\d\d_.*(mma|tn|nt|nn)", re.I)),
 )
-"""Kind of a kernel by its name, the first that fits; others are `other`."""
+"""Kind of work on the GPU by its name, the first that fits; the rest is `other`."""
+
+UNNAMED = "A delta rule made of torch's general operations has no kernel of its own: its time is in other and matrix."
+"""What a reader of times by kind has to know."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,11 +99,6 @@ class Step:
     """Copies from the GPU's memory to the CPU's."""
     waits: dict[str, int]
     """Number of waits and scalar reads by call and the operations around it, outermost first."""
-
-    @property
-    def num_cpu_calls(self) -> int:
-        """Operations and calls into CUDA."""
-        return self.num_ops + self.num_runtime_calls
 
 
 def read(path: Path) -> list[Event]:
@@ -159,12 +162,11 @@ def split(events: Sequence[Event]) -> list[Work]:
         _interval(e) for e in by_category["user_annotation"] if str(e.get("name", "")).startswith("ProfilerStep")
     ) or [(min(e["ts"] for e in [*ops, *calls, *gpu]), max(_interval(e)[1] for e in [*ops, *calls, *gpu]))]
     named = [e for e in by_category["user_annotation"] if not str(e.get("name", "")).startswith("ProfilerStep")]
-    starts = [start for start, _ in marks]
     launched = {_correlation(e): float(e["ts"]) for e in calls if _correlation(e) is not None}
-    ops_of, calls_of = (_by_step(found, starts, marks, lambda e: float(e["ts"])) for found in (ops, calls))
-    gpu_of = _by_step(gpu, starts, marks, lambda e: launched.get(_correlation(e), float(e["ts"])))
+    ops_of, calls_of = (_by_step(found, marks, lambda e: float(e["ts"])) for found in (ops, calls))
+    gpu_of = _by_step(gpu, marks, lambda e: launched.get(_correlation(e), float(e["ts"])))
     windows = _windows(marks, gpu_of)
-    waits_of = _by_step(_waits(calls, ops, [*ops, *named]), starts, marks, lambda e: float(e["ts"]))
+    waits_of = _by_step(_waits(calls, ops, [*ops, *named]), marks, lambda e: float(e["ts"]))
     return [
         Work(window=windows[i], ops=ops_of[i], calls=calls_of[i], gpu=gpu_of[i], waits=waits_of[i])
         for i in range(len(marks))
@@ -179,14 +181,12 @@ def _correlation(event: Event) -> Any:
     return event.get("args", {}).get("correlation")
 
 
-def _by_step(
-    events: Iterable[Event], starts: list[float], marks: list[Interval], when: Callable[[Event], float]
-) -> list[list[Event]]:
+def _by_step(events: Iterable[Event], marks: list[Interval], when: Callable[[Event], float]) -> list[list[Event]]:
     """Events by the step in whose annotation their time lies; those outside of any are left out."""
     found: list[list[Event]] = [[] for _ in marks]
     for event in events:
         time = when(event)
-        index = bisect.bisect_right(starts, time) - 1
+        index = bisect.bisect_right(marks, time, key=lambda mark: mark[0]) - 1
         if index >= 0 and time <= marks[index][1]:
             found[index].append(event)
     return found
@@ -220,7 +220,7 @@ def measure(work: Work) -> Step:
         milliseconds = float(event.get("dur", 0)) / 1e3
         time, count = kernels.get(event["name"], (0.0, 0))
         kernels[event["name"]] = (time + milliseconds, count + 1)
-        kinds[kind(event["name"]) if event["cat"] == "kernel" else "copies"] += milliseconds
+        kinds[kind(event["name"])] += milliseconds
     return Step(
         wall_ms=(window[1] - window[0]) / 1e3,
         cpu_ms=sum(end - begin for found in threads.values() for begin, end in union(found)) / 1e3,
@@ -254,8 +254,8 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 @lru_cache(maxsize=4096)  # a trace has tens of thousands of kernels under some hundred names
 def kind(kernel: str) -> str:
-    """`matrix`, `attention`, `delta rule` or `other`, by the kernel's name."""
-    return next((name for name, pattern in KINDS if pattern.search(kernel)), "other")
+    """One of ``KINDS``, by the name of a kernel, copy or set."""
+    return next((name for name, pattern in PATTERNS if pattern.search(kernel)), "other")
 
 
 def _waits(calls: list[Event], ops: list[Event], around: list[Event]) -> list[Event]:
@@ -288,7 +288,7 @@ def summary(steps: Sequence[Step], *, top: int = 12) -> dict[str, Any]:
     count = len(steps)
     numbers = [name for name, value in asdict(steps[0]).items() if isinstance(value, int | float)]
     mean: dict[str, Any] = {name: sum(getattr(s, name) for s in steps) / count for name in numbers}
-    mean["num_cpu_calls"] = sum(s.num_cpu_calls for s in steps) / count
+    mean["num_cpu_calls"] = mean["num_ops"] + mean["num_runtime_calls"]
     kinds: dict[str, float] = defaultdict(float)
     kernels: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
     waits: dict[str, float] = defaultdict(float)
@@ -321,25 +321,39 @@ def _share(part: float, whole: float) -> float:
     return round(part / whole, 4) if whole else 0.0
 
 
-LINES = (
-    ("wall clock, ms", "wall_ms"), ("CPU time, ms", "cpu_ms"), ("CPU calls", "num_cpu_calls"),
-    ("  operations", "num_ops"), ("  calls into CUDA", "num_runtime_calls"), ("  of them launches", "num_launches"),
-    ("GPU busy, ms", "gpu_busy_ms"), ("  share of the step", "gpu_busy_share"), ("GPU operations", "num_gpu_ops"),
-    ("  of them kernels", "num_kernels"), ("GPU idle, ms", "gpu_idle_ms"), ("  largest gap, ms", "largest_gap_ms"),
-    ("share of matrix work", "matrix_share"), ("share of attention", "attention_share"), ("host waits", "num_waits"),
-    ("scalars read", "num_scalar_reads"), ("copies to the host", "num_copies_to_host"),
+TABLES = (
+    ("CPU time, ms", "{:,.1f}", (("in operations and calls", "cpu_ms"), ("the whole step", "wall_ms"))),
+    ("CPU calls", "{:,.0f}", (
+        ("all", "num_cpu_calls"), ("operations", "num_ops"), ("calls into CUDA", "num_runtime_calls"),
+        ("of them launches", "num_launches"), ("waits for the GPU", "num_waits"), ("values read", "num_scalar_reads"),
+    )),
+    ("GPU time, ms", "{:,.1f}", (
+        ("busy", "gpu_busy_ms"), ("idle", "gpu_idle_ms"), ("longest gap", "largest_gap_ms"),
+        *((kind, f"kind_ms.{kind}") for kind in KINDS),
+    )),
+    ("GPU operations", "{:,.0f}", (
+        ("all", "num_gpu_ops"), ("kernels", "num_kernels"), ("copies to the host", "num_copies_to_host"),
+    )),
 )  # fmt: skip
+"""Four tables of a step: title, form of the numbers, then rows of a label and a number of the summary."""
 
 
-def table(found: dict[str, dict[str, Any]]) -> str:
+def number(summary: Mapping[str, Any], name: str) -> float:
+    """A number of a summary; one of a kind as ``kind_ms.matrix``, 0 where nothing of the kind ran."""
+    group, _, inner = name.partition(".")
+    return float(summary[group].get(inner, 0.0) if inner else summary[group])
+
+
+def table(found: Mapping[str, Mapping[str, Any]]) -> str:
     """Traces side by side, then each one's kernels and waits; ``found`` is summary by name."""
     width = max(14, *(len(name) + 2 for name in found))
-    lines = ["a step, mean".ljust(24) + "".join(name.rjust(width) for name in found)]
-    lines.append("steps in the trace".ljust(24) + "".join(f"{s['num_steps']:,}".rjust(width) for s in found.values()))
-    for label, name in LINES:
-        cells = (f"{s[name]:,.3f}" if isinstance(s[name], float) and s[name] < 100 else f"{s[name]:,.0f}" for s in
-                 found.values())  # fmt: skip
-        lines.append(label.ljust(24) + "".join(cell.removesuffix(".000").rjust(width) for cell in cells))
+    lines = ["the mean step".ljust(26) + "".join(name.rjust(width) for name in found)]
+    lines.append("steps in the trace".ljust(26) + "".join(f"{s['num_steps']:,}".rjust(width) for s in found.values()))
+    for title, form, rows in TABLES:
+        lines.append(title)
+        lines += [f"  {label}".ljust(26) + "".join(form.format(number(s, name)).rjust(width) for s in found.values())
+                  for label, name in rows]  # fmt: skip
+    lines += [UNNAMED] if any(s["num_gpu_ops"] for s in found.values()) else []
     for name, one in found.items():
         lines.append(f"\n{name}: kernels by time")
         lines += [f"  {k['ms']:10.3f} ms {k['share']:6.1%} {k['count']:9,.0f} x  {k['name'][:90]}"

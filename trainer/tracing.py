@@ -5,9 +5,11 @@
             ...
             trace.step()
 
-Guarantees: the file is whole or not there. Costs: nothing without a path; traced steps are slower on the CPU.
+Guarantees: the file is whole or not there; the profiler itself prints nothing. Costs: nothing without a path; traced
+steps are slower on the CPU.
 """
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -41,6 +43,7 @@ def tracer(path: Path | None, *, first: int, num_steps: int) -> Iterator[Tracer]
         yield _Nothing()
         return
     target = path
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or its own messages break the live line; read when it starts
     activities = [torch.profiler.ProfilerActivity.CPU]
     if torch.cuda.is_available():
         activities.append(torch.profiler.ProfilerActivity.CUDA)
@@ -52,5 +55,10 @@ def tracer(path: Path | None, *, first: int, num_steps: int) -> Iterator[Tracer]
         temporary.replace(target)
 
     schedule = torch.profiler.schedule(wait=max(0, first - 1), warmup=1, active=num_steps, repeat=1)
-    with torch.profiler.profile(activities=activities, schedule=schedule, on_trace_ready=write) as profiler:
+    with torch.profiler.profile(
+        activities=activities,
+        schedule=schedule,
+        on_trace_ready=write,
+        acc_events=True,  # without it torch warns
+    ) as profiler:
         yield profiler

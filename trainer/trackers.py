@@ -22,11 +22,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from trainer.report.log import FIELDS
+
 TrackerName = Literal["tensorboard", "wandb"]
 
-SCALARS = (
-    "loss", "eval_loss", "lr", "grad_norm", "tokens_per_s", "mfu", "hfu", "peak_gib", "step_s", "data_wait_s",
-)  # fmt: skip
+SCALARS = tuple(name for name in FIELDS if name not in ("rows_seen", "tokens", "targets"))
 """Fields of ``metrics.jsonl`` that are tracked, under the same names."""
 
 MODULES: dict[TrackerName, str] = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb"}

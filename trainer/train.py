@@ -33,6 +33,7 @@ from trainer.metrics import Metrics, Work, duration, peak_flops
 from trainer.model import Qwen3_5ForCausalLM
 from trainer.optimizer import make_optimizer
 from trainer.plan import Cursor, Plan
+from trainer.report.log import CONFIG, METRICS, TRACE
 from trainer.settings import Settings, check_settings, recompute_layers, resolve
 from trainer.step import Precision, evaluate, learning_rate, train_step
 from trainer.tracing import tracer
@@ -156,6 +157,7 @@ def begin_record(inputs: Inputs, kernels: Kernels) -> None:
         model_config=inputs.config.to_dict(),
         device=world.device,
         world_size=world.size,
+        total_steps=inputs.plan.steps_left(rows_seen=0),
         kernels=[dataclasses.asdict(choice) for choice in kernels.table],
         memory={part.name: part.num_bytes for part in inputs.estimate.parts},
     )
@@ -259,7 +261,7 @@ def loop(
     if step == 0:
         evaluate_all(inputs, model, metrics, step=0)
     source = reader(inputs, inputs.dataset).read_all(inputs.plan, rows_seen=cursor.rows_seen)
-    path = inputs.out / "trace.json.gz" if settings.trace and world.rank == 0 else None
+    path = inputs.out / TRACE if settings.trace and world.rank == 0 else None
     traced = tracer(path, first=STEPS_BEFORE_TRACE, num_steps=settings.trace)
     with Prefetch(source) as prefetched, traced as trace:
         for batches in metrics.time_steps(prefetched):
@@ -278,8 +280,7 @@ def loop(
             if due(step, settings.save_every, total_steps):
                 save(inputs, model, optimizer, cursor, metrics, step=step)
     if step > first:
-        elapsed = duration(time.perf_counter() - begun)
-        metrics.say(f"{step - first} steps, {tokens:,} tokens of documents in {elapsed}")
+        metrics.say(f"{step - first} steps, {tokens:,} tokens of documents in {duration(time.perf_counter() - begun)}")
     if world.device.type == "cuda":
         say_peak(inputs, metrics)
 
@@ -298,8 +299,9 @@ def open_metrics(inputs: Inputs, *, step: int, total_steps: int) -> Metrics:
     tracked = trackers.Trackers(
         settings.track, out=inputs.out, step=step, settings=record.plain(settings), say=line.say
     )
-    path = inputs.out / "metrics.jsonl"
-    return Metrics(path, step=step, total_steps=total_steps, work=work(inputs), line=line, trackers=tracked)
+    return Metrics(
+        inputs.out / METRICS, step=step, total_steps=total_steps, work=work(inputs), line=line, trackers=tracked
+    )
 
 
 def work(inputs: Inputs) -> Work:
@@ -370,8 +372,8 @@ def finish(inputs: Inputs, model: Qwen3_5ForCausalLM) -> None:
     barrier()
     say(
         inputs.world,
-        f"done\n  metrics      {inputs.out / 'metrics.jsonl'}\n  checkpoints  {inputs.out / 'checkpoints'}\n"
-        f"  record       {inputs.out / record.CONFIG}\n  {exported.name:<11}  {exported}",
+        f"done\n  metrics      {inputs.out / METRICS}\n  checkpoints  {inputs.out / 'checkpoints'}\n"
+        f"  record       {inputs.out / CONFIG}\n  {exported.name:<11}  {exported}",
     )
     if inputs.settings.method == "lora" and inputs.source is not None:
         say(
@@ -386,9 +388,7 @@ def export(inputs: Inputs, model: Qwen3_5ForCausalLM, out: Path) -> None:
     settings, tokenizer = inputs.settings, inputs.dataset.path / "tokenizer"
     eos_token_ids = inputs.dataset.manifest.recipe["tokenizer"]["eos_token_ids"]
     if settings.method == "full":
-        weights.export(
-            out, model=model, source=inputs.source, tokenizer_dir=tokenizer, eos_token_ids=eos_token_ids
-        )  # fmt: skip
+        weights.export(out, model=model, source=inputs.source, tokenizer_dir=tokenizer, eos_token_ids=eos_token_ids)
     else:
         adapters.export(
             out, model=model, source=inputs.source, rank=settings.lora_rank, alpha=settings.lora_alpha,

@@ -95,24 +95,31 @@ def table(
     """A table in a box of its own, which scrolls where the screen is narrow.
 
     Args:
-        header: names of the columns.
+        header: names of the columns; where the first is "", the first cell of each row is the row's name.
         rows: as many cells each; Markup or text.
         caption: what the table shows, above it.
         numeric: columns that are aligned to the right, counted from 0.
     """
 
-    def cells(kind: str, row: Sequence[str], scope: str | None = None) -> list[Markup]:
+    def line(row: Sequence[str], *scopes: str | None) -> Markup:
+        """A row; the scope of its first cell and of the others. A cell with one is a heading."""
         assert len(row) == len(header), (row, header)
-        return [element(kind, cell, class_="n" if i in numeric else None, scope=scope) for i, cell in enumerate(row)]
+        held = [(cell, scopes[min(i, 1)], "n" if i in numeric else None) for i, cell in enumerate(row)]
+        return element("tr", *(element("th" if s else "td", cell, class_=c, scope=s) for cell, s, c in held))
 
-    body = element("tbody", *(element("tr", *cells("td", row)) for row in rows))
-    head = element("thead", element("tr", *cells("th", header, "col")))
+    has_names = header[0] == ""
+    body = element("tbody", *(line(row, "row" if has_names else None, None) for row in rows))
+    head = element("thead", line(header, None if has_names else "col", "col"))
     return scrolling(element("table", element("caption", caption), head, body), caption)
 
 
 def scrolling(inner: Markup, name: str) -> Markup:
-    """A box that scrolls sideways rather than the page, also by keyboard."""
-    return element("div", inner, class_="scroll", role="group", tabindex="0", aria_label=name)
+    """A box that scrolls sideways rather than the page.
+
+    No tab stop of its own, since most of them hold all that is in them: Chromium from 130 on and Firefox let the
+    keyboard into a box that does scroll. In Safari it scrolls by pointer and touch alone.
+    """
+    return element("div", inner, class_="scroll", role="group", aria_label=name)
 
 
 def figure(

@@ -132,4 +132,17 @@ def test_the_numbers_behind_a_chart_open_by_keyboard(visit: Visit, page: Path) -
 def test_two_runs_are_told_apart_in_the_legend(visit: Visit, compared: Path) -> None:
     opened = visit(compared)
     assert opened.locator("#loss .legend").first.locator("li").all_inner_texts() == ["first", "second"]
-    assert opened.locator("#glance th").all_inner_texts()[1:] == ["first", "second"]
+    assert opened.locator("#glance thead th").all_inner_texts() == ["first", "second"]
+
+
+def test_the_keyboard_reaches_the_boxes_that_scroll_and_no_others(visit: Visit, compared: Path) -> None:
+    opened = visit(compared, width=375)
+    wide = opened.evaluate("""() => [...document.querySelectorAll(".scroll")].filter(
+        e => e.scrollWidth > e.clientWidth && e.checkVisibility()).map(e => e.ariaLabel)""")
+    reached = []
+    for _ in range(100):
+        opened.keyboard.press("Tab")
+        reached += opened.evaluate("""() => [document.activeElement].filter(
+            e => e.className === "scroll").map(e => e.ariaLabel)""")
+    assert "Seconds of the first step, and percentiles of the others" in wide
+    assert reached[: len(wide)] == wide

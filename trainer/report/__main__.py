@@ -25,7 +25,7 @@ import tyro
 
 from pipeline.page.charts import NUM_COLOURS
 from trainer.report.figures import as_json, figures
-from trainer.report.log import TRACE, read
+from trainer.report.log import TRACE, Run, read
 from trainer.report.page import as_page
 from trainer.report.text import Pair, as_text, concerns, differing, printable
 from trainer.report.traces import Trace, load
@@ -41,7 +41,7 @@ class Settings:
     runs: Annotated[tuple[Path, ...], tyro.conf.Positional]
     """Folders of runs, at most 8."""
     trace: tuple[Path, ...] = ()
-    """One trace of torch's profiler, or two: before and after. By default the runs' own, where there are any."""
+    """One trace of torch's profiler, or two: before and after. By default those of the first two runs that have one."""
     out: Path | None = None
     """Where the page goes. By default report.html in the first run's folder."""
     json: bool = False
@@ -54,13 +54,13 @@ def main(args: Sequence[str] | None = None) -> int:
     try:
         now = time.time()
         pairs = open_runs(settings.runs, now=now)
-        traces, troubles = open_traces(settings)
+        traces, troubles = open_traces(settings.trace, [run for run, _ in pairs])
         out = settings.out or settings.runs[0] / REPORT
         write(out, as_page(pairs, traces=traces, now=now, troubles=troubles))
         if settings.json:
             print(json.dumps(everything(pairs, traces), indent=1, allow_nan=False))
         else:
-            summaries = {str(trace.path): dict(trace.summary) for trace in traces}
+            summaries = {trace.name: trace.summary for trace in traces}
             tables = [as_text(pairs), *([trace_table(summaries)] if traces else []), *troubles, str(out)]
             print(printable("\n\n".join(tables)))
     except (ValueError, OSError) as error:
@@ -87,22 +87,29 @@ def open_runs(paths: Sequence[Path], *, now: float) -> list[Pair]:
     return [(run, figures(run, now=now)) for run in named]
 
 
-def open_traces(settings: Settings) -> tuple[list[Trace], list[str]]:
-    """The traces given, or those that the first two runs have; and what is wrong with these.
+def open_traces(given: Sequence[Path], runs: Sequence[Run]) -> tuple[list[Trace], list[str]]:
+    """The traces given, or of the first two runs that have one; and what is wrong with these or left out.
 
     Raises:
         ValueError: more than two given, or one that is none.
     """
-    if len(settings.trace) > 2:
-        raise ValueError(f"--trace takes one file or two, before and after; {len(settings.trace)} were given")
-    if settings.trace:
-        return [load(path) for path in settings.trace], []
-    traces, troubles = [], []
-    for path in (run / TRACE for run in settings.runs[:2]):
+    if len(given) > 2:
+        raise ValueError(f"--trace takes one file or two, before and after; {len(given)} were given")
+    if given:
+        names = ("before", "after") if len(given) == 2 else (given[0].name,)
+        return [load(path, name=name) for path, name in zip(given, names, strict=True)], []
+    traces: list[Trace] = []
+    troubles, left_out = [], []
+    for run in (run for run in runs if (run.path / TRACE).exists()):
+        if len(traces) == 2:
+            left_out.append(run.name)
+            continue
         try:
-            traces += [load(path)] if path.exists() else []
+            traces.append(load(run.path / TRACE, name=run.name))
         except ValueError as error:
             troubles.append(str(error))
+    if left_out:
+        troubles.append(f"Two traces are shown; those of {', '.join(left_out)} are left out.")
     return traces, troubles
 
 

@@ -4,14 +4,13 @@ Guarantees: values are drawn as they were logged, every spike included, unless a
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import numpy as np
 
 from pipeline.page import Mark, Markup, Series, bars, element, lines, section, table
 from pipeline.page.scales import nice_step
 from trainer.report.figures import PERCENTILES
-from trainer.report.log import Floats, Run, whole
+from trainer.report.log import Floats, Ints, Run, whole
 from trainer.report.text import NOT_RECORDED, Pair, written
 
 SMOOTH_FROM = 200
@@ -20,6 +19,11 @@ WINDOWS = 50
 """A mean is over the steps' number by this."""
 WIDE = 10.0
 """A chart whose greatest value is so many medians has a logarithmic scale."""
+SHARES = (
+    "MFU counts the model's arithmetic, with the head at every token. HFU counts what is computed: recomputed layers "
+    "again, but the head at targets alone, so it can be the smaller one."
+)
+"""How the two shares of a GPU's speed differ."""
 SLOW = 3.0
 """A histogram of steps' times ends at so many medians; how many took longer is said."""
 
@@ -31,20 +35,22 @@ def courses(pairs: Sequence[Pair]) -> list[Markup]:
         section(
             "Learning rate and gradient",
             side_by_side(
-                chart(pairs, ("lr",), title="Learning rate", y_name="rate"),
-                chart(pairs, ("grad_norm",), title="Gradient norm, unclipped", y_name="norm",
+                chart(pairs, "lr", title="Learning rate", y_name="rate"),
+                chart(pairs, "grad_norm", title="Gradient norm, unclipped", y_name="norm",
                       log_y=_is_wide(pairs, "grad_norm")),
             ),
             id="gradient",
         ),
         section(
             "Speed",
+            chart(pairs, "tokens_per_s", title="Tokens of documents a second", y_name="tokens/s", smooth=True,
+                  form="{:,.0f}"),
             side_by_side(
-                chart(pairs, ("tokens_per_s",), title="Tokens of documents a second", y_name="tokens/s", smooth=True,
-                      form="{:,.0f}"),
-                chart(pairs, ("mfu", "hfu"), title="Share of the GPUs' arithmetic", y_name="%", factor=100,
-                      names=("model (MFU)", "hardware (HFU)"), smooth=True),
+                chart(pairs, "mfu", title="MFU, the model's share of the GPUs' arithmetic", y_name="%", factor=100,
+                      smooth=True),
+                chart(pairs, "hfu", title="HFU, with what is computed again", y_name="%", factor=100, smooth=True),
             ),
+            note=SHARES,
             id="speed",
         ),
         section("Step time", *_step_time(pairs), id="steps"),
@@ -54,20 +60,20 @@ def courses(pairs: Sequence[Pair]) -> list[Markup]:
 def _loss(pairs: Sequence[Pair]) -> Iterator[Markup]:
     """One run: training and evaluation in one chart, single steps of a long one apart; several: a chart each."""
     if len(pairs) > 1:
-        yield chart(pairs, ("loss",), title="Training loss", y_name="nats a target", smooth=True, form="{:,.4f}")
-        held = [Series(name=f.name, x=_x(run.eval_step), y=_y(run.eval_loss)) for run, f in pairs]
-        yield lines(held, title="Evaluation loss", x_name="step", y_name="nats a target", form="{:,.4f}")
+        yield chart(pairs, "loss", title="Training loss", y_name="nats a target", smooth=True, form="{:,.4f}")
+        held = [series(f.name, run.eval_step, run.eval_loss) for run, f in pairs if run.eval_step.size]
+        yield drawn(held, title="Evaluation loss", y_name="nats a target", form="{:,.4f}")
         return
-    run, values = pairs[0][0], pairs[0][0].column("loss")
-    means, num = smoothed(values)
-    held = [Series(name=f"training, mean of {num:,} steps" if num > 1 else "training", x=_x(run.step), y=_y(means))]
-    if run.eval_step.size:
-        held.append(Series(name="evaluation", x=_x(run.eval_step), y=_y(run.eval_loss)))
+    run = pairs[0][0]
+    means, num = smoothed(run.column("loss"))
+    name = f"training, mean of {num:,} steps" if num > 1 else "training"
+    held = [series(name, run.step, means)] if run.has("loss") else []
+    held += [series("evaluation", run.eval_step, run.eval_loss)] if run.eval_step.size else []
     warm = [Mark(at=float(at), name="warm-up ends")] if (at := _warmup(run)) else []
     title = "Training and evaluation loss" if run.eval_step.size else "Training loss"
-    yield lines(held, title=title, x_name="step", y_name="nats a target", marks=warm, form="{:,.4f}")
+    yield drawn(held, title=title, y_name="nats a target", marks=warm, form="{:,.4f}")
     if num > 1:
-        yield chart(pairs, ("loss",), title="Training loss of each step", y_name="nats a target", form="{:,.4f}")
+        yield chart(pairs, "loss", title="Training loss of each step", y_name="nats a target", form="{:,.4f}")
 
 
 def _warmup(run: Run) -> int:
@@ -97,24 +103,22 @@ def running_mean(values: Floats, num: int) -> Floats:
 
 def chart(
     pairs: Sequence[Pair],
-    fields: tuple[str, ...],
+    field: str,
     *,
     title: str,
     y_name: str,
-    names: tuple[str, ...] = (),
     factor: float = 1.0,
     log_y: bool = False,
     smooth: bool = False,
     form: str = "{:,.4g}",
 ) -> Markup:
-    """Fields over the steps, a line each; of several runs the first field alone, a line for each run.
+    """A field over the steps, a line for each run that has it.
 
     Args:
         pairs: the runs.
-        fields: of a step's line.
+        field: of a step's line.
         title: what is shown.
         y_name: its unit.
-        names: of the fields, where there are several.
         factor: from the log's unit to ``y_name``.
         log_y: equal factors are equal heights.
         smooth: draw running means of long runs.
@@ -122,19 +126,21 @@ def chart(
     """
     held, most = [], 1
     for run, f in pairs:
-        for i, field in enumerate(fields if len(pairs) == 1 else fields[:1]):
-            values, num = run.column(field) * factor, 1
-            if not values.size:
-                continue
-            if smooth:
-                values, num = smoothed(values)
+        if run.has(field):
+            values, num = smoothed(run.column(field)) if smooth else (run.column(field), 1)
             most = max(most, num)
-            name = f.name if len(pairs) > 1 else names[i] if names else title
-            held.append(Series(name=name, x=_x(run.step), y=_y(values)))
+            held.append(series(f.name, run.step, values * factor))
+    shown = title if most == 1 else f"{title}, mean of {most:,} steps" if len(pairs) == 1 else f"{title}, running mean"
+    return drawn(held, title=shown, y_name=y_name, log_y=log_y, form=form)
+
+
+def drawn(
+    held: Sequence[Series], *, title: str, y_name: str, log_y: bool = False, marks: Sequence[Mark] = (), form: str
+) -> Markup:
+    """Lines over the steps, or that there is none."""
     if not held:
         return missing(title)
-    shown = title if most == 1 else f"{title}, mean of {most:,} steps" if len(pairs) == 1 else f"{title}, running mean"
-    return lines(held, title=shown, x_name="step", y_name=y_name, log_y=log_y, form=form)
+    return lines(held, title=title, x_name="step", y_name=y_name, log_y=log_y, marks=marks, form=form)
 
 
 def side_by_side(*parts: Markup) -> Markup:
@@ -148,6 +154,11 @@ def roomy(text: str) -> Markup:
     return element("span", text, style="display:inline-block;min-width:14rem;overflow-wrap:anywhere")
 
 
+def unbroken(text: str) -> Markup:
+    """On one line, however narrow its cell."""
+    return element("span", text, style="white-space:nowrap")
+
+
 def missing(title: str) -> Markup:
     """In place of what was not recorded."""
     return element("p", element("strong", title), f": {NOT_RECORDED}.", class_="note")
@@ -159,32 +170,29 @@ def _is_wide(pairs: Sequence[Pair], field: str) -> bool:
     return bool(found) and min(s.least for s in found) > 0 and max(s.greatest / s.median for s in found) > WIDE
 
 
-def _x(steps: Any) -> list[float]:
-    return [float(step) for step in steps]
-
-
-def _y(values: Floats) -> list[float | None]:
-    return [float(value) for value in values]
+def series(name: str, steps: Ints, values: Floats) -> Series:
+    """A line over steps."""
+    return Series(name=name, x=steps.astype(float).tolist(), y=values.tolist())
 
 
 def _step_time(pairs: Sequence[Pair]) -> Iterator[Markup]:
-    timed = [(run, f) for run, f in pairs if f.step_seconds is not None]
-    if not timed:
-        yield missing("Seconds from step to step")
-        return
-    header = ("", *(_percentile_name(p) for p in PERCENTILES))
     rows = [
-        (f.name if len(pairs) > 1 else "seconds", *(written("step_s", f.step_seconds[f"p{p}"]) for p in PERCENTILES))
-        for _, f in timed
+        (f.name if len(pairs) > 1 else "seconds", *(written("step_s", s) for s in f.step_seconds.values()))
+        for _, f in pairs
         if f.step_seconds
     ]
-    yield table(header, rows, caption="Seconds from step to step, percentiles", numeric=range(1, len(header)))
+    if not rows:
+        yield missing("Seconds from step to step")
+        return
+    header = ("", "first", *(_percentile_name(p) for p in PERCENTILES))
+    caption = "Seconds of the first step, and percentiles of the others"
+    yield table(header, rows, caption=caption, numeric=range(1, len(header)))
     if len(pairs) == 1:
-        yield from _histogram(timed[0][0].column("step_s"))
+        yield from _histogram(pairs[0][0].column("step_s"))
     yield side_by_side(
-        chart(pairs, ("step_s",), title="Time of each step", y_name="seconds", smooth=len(pairs) > 1,
+        chart(pairs, "step_s", title="Time of each step", y_name="seconds", smooth=len(pairs) > 1,
               log_y=_is_wide(pairs, "step_s")),
-        chart(pairs, ("data_wait_s",), title="Of it, waiting for the next batch", y_name="ms", factor=1e3,
+        chart(pairs, "data_wait_s", title="Of it, waiting for the next batch", y_name="ms", factor=1e3,
               smooth=len(pairs) > 1),
     )  # fmt: skip
 

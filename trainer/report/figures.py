@@ -2,8 +2,8 @@
 
     figures(read(path), now=time.time()) -> Figures
 
-Guarantees: every figure is arithmetic over the logged numbers; what was not recorded is None, never 0. Quantiles are
-numpy's, interpolated between neighbours.
+Guarantees: every figure is arithmetic over the logged numbers; what was not recorded is None, never 0. Percentiles of
+steps' times are times that a step took (nearest rank); medians, and the projection's quartiles, are interpolated.
 Costs: milliseconds; where only epochs are known, opening the dataset to count its rows.
 """
 
@@ -26,7 +26,7 @@ PERCENTILES = (0, 5, 25, 50, 75, 95, 99, 100)
 RECENT = 200
 """Steps that the projection is made of: the last so many."""
 QUIET_SECONDS, QUIET_STEPS = 300.0, 20
-"""A run that wrote nothing for so long and for so many of its steps has stopped."""
+"""Where no process can be asked, a run that wrote nothing for so long and for so many of its steps has stopped."""
 EXPORTS = ("export", "adapter")
 """Folders that a run writes at its very end."""
 LISTED = 20
@@ -92,8 +92,10 @@ class Figures:
     name: str
     """Its folder's name."""
     state: State
-    """finished: the last step is done, or where their number is not known, an export is there; running: it wrote
-    lately; stopped: neither."""
+    """finished: the last step is done, or where their number is not known, an export is there; running: its process
+    lives, or where that cannot be told, it wrote lately; stopped: neither."""
+    is_guessed: bool
+    """Whether ``running`` or ``stopped`` is told by when it last wrote alone."""
     last_step: int
     """Number of the last step done; 0 before the first."""
     total_steps: int | None
@@ -103,15 +105,19 @@ class Figures:
     quantities: Mapping[str, Summary]
     """By field of a step's line; ``eval_loss`` too."""
     step_seconds: Mapping[str, float] | None
-    """Percentiles of the time from step to step, from p0 (least) to p100 (greatest)."""
+    """Times from step to step: of the first, in which much is compiled, then percentiles of the others (where there is
+    none: of it) from p0 (least) to p100 (greatest)."""
     seconds: float | None
     """Of all steps together, without evaluation and saving."""
     tokens: float | None
-    """Tokens of documents, to the logged digits: the sum of tokens a second times seconds."""
+    """Tokens of documents; where a step has no number of them, tokens a second times seconds."""
+    is_tokens_exact: bool
+    """Whether every step has one."""
     data_wait_share: float | None
-    """Share of the steps' time in which the loop waited for the next batch."""
+    """Share of the steps' time in which the loop waited for the next batch, but for the longest wait of each start: the
+    first rows are read then."""
     peak_gib: float | None
-    """Most memory that tensors took on the GPU."""
+    """Most memory that tensors took on rank 0's GPU."""
     estimate_gib: float | None
     """Memory that was expected of one process."""
     estimate_parts: Mapping[str, int]
@@ -134,22 +140,24 @@ def figures(run: Run, *, now: float) -> Figures:
     """All figures of a run as of ``now``, seconds since 1970."""
     last = int(run.step[-1]) if run.step.size else 0
     total = total_steps(run.config)
-    seconds, waits = run.column("step_s"), run.column("data_wait_s")
+    seconds = run.column("step_s")
     timed = seconds[np.isfinite(seconds)]
-    both = np.isfinite(seconds) & np.isfinite(waits) if waits.size and seconds.size else np.zeros(0, bool)
-    state = _state(run, last=last, total=total, seconds=timed, now=now)
+    tokens, is_exact = _tokens(run)
+    state, is_guessed = _state(run, last=last, total=total, seconds=timed, now=now)
     peak, parts = _summary(run.step, run.column("peak_gib")), _parts(run.config["memory_estimate_bytes"])
     return Figures(
         name=run.name,
         state=state,
+        is_guessed=is_guessed,
         last_step=last,
         total_steps=total,
         written=run.changed,
         quantities=_quantities(run),
-        step_seconds={f"p{p}": float(np.percentile(timed, p)) for p in PERCENTILES} if timed.size else None,
+        step_seconds=_step_seconds(timed) if timed.size else None,
         seconds=float(timed.sum()) if timed.size else None,
-        tokens=_tokens(run.column("tokens_per_s"), seconds),
-        data_wait_share=float(waits[both].sum() / seconds[both].sum()) if both.any() and seconds[both].sum() else None,
+        tokens=tokens,
+        is_tokens_exact=is_exact,
+        data_wait_share=_wait_share(seconds, run.column("data_wait_s"), num_starts=1 + len(run.config["earlier"])),
         peak_gib=peak.greatest if peak else None,
         estimate_gib=sum(parts.values()) / GIB if parts else None,
         estimate_parts=parts,
@@ -168,10 +176,11 @@ def as_json(found: Figures) -> dict[str, Any]:
 
 
 def total_steps(config: dict[str, Any]) -> int | None:
-    """Steps at the end of the run: ``--steps``, or from ``--epochs`` and the dataset's rows where it can be opened."""
+    """Steps at the end of the run; of old runs that were given ``--epochs``, where their dataset can be opened."""
     settings = config["settings"]
-    if (steps := whole(settings.get("steps"))) is not None:
-        return steps
+    for recorded in (config.get("total_steps"), settings.get("steps")):
+        if (steps := whole(recorded)) is not None:
+            return steps
     folder = Path(str(settings.get("shards")))
     try:
         if not folder.is_dir():
@@ -188,12 +197,18 @@ def total_steps(config: dict[str, Any]) -> int | None:
     return plan.steps_left(rows_seen=0)
 
 
-def _state(run: Run, *, last: int, total: int | None, seconds: Floats, now: float) -> State:
-    done = any((run.path / name).is_dir() for name in EXPORTS) if total is None else last >= total
-    if done:
-        return "finished"
+def _state(run: Run, *, last: int, total: int | None, seconds: Floats, now: float) -> tuple[State, bool]:
+    """The state, and whether it is told by the time of the last writing alone."""
+    if total is not None and last >= total:
+        return "finished", False
+    if run.is_alive:
+        return "running", False
+    if total is None and any((run.path / name).is_dir() for name in EXPORTS):
+        return "finished", False
+    if run.is_alive is not None:
+        return "stopped", False
     quiet = max(QUIET_SECONDS, QUIET_STEPS * float(np.median(seconds)) if seconds.size else 0.0)
-    return "running" if now - run.changed <= quiet else "stopped"
+    return "running" if now - run.changed <= quiet else "stopped", True
 
 
 def _quantities(run: Run) -> dict[str, Summary]:
@@ -221,15 +236,29 @@ def _summary(steps: Any, values: Floats) -> Summary | None:
     )
 
 
-def _tokens(rates: Floats, seconds: Floats) -> float | None:
-    if not (rates.size and seconds.size):
-        return None
-    products = rates * seconds
-    return float(np.nansum(products)) if np.isfinite(products).any() else None
+def _tokens(run: Run) -> tuple[float | None, bool]:
+    """Tokens of all steps, and whether each one's number was logged."""
+    logged = run.column("tokens")
+    known = np.isfinite(logged)
+    tokens = np.where(known, logged, run.column("tokens_per_s") * run.column("step_s"))
+    return (float(np.nansum(tokens)) if np.isfinite(tokens).any() else None), bool(known.all())
+
+
+def _step_seconds(seconds: Floats) -> dict[str, float]:
+    others = seconds[1:] if seconds.size > 1 else seconds
+    found = np.percentile(others, PERCENTILES, method="inverted_cdf").tolist()
+    return {"first": float(seconds[0])} | {f"p{p}": value for p, value in zip(PERCENTILES, found, strict=True)}
+
+
+def _wait_share(seconds: Floats, waits: Floats, *, num_starts: int) -> float | None:
+    both = np.isfinite(seconds) & np.isfinite(waits)
+    order = np.argsort(waits[both])[: max(0, both.sum() - num_starts)]
+    total = float(seconds[both][order].sum())
+    return float(waits[both][order].sum()) / total if total else None
 
 
 def _clipped(norms: Floats, clip: Any) -> int | None:
-    return int((norms > number(clip)).sum()) if norms.size and number(clip) > 0 else None
+    return int((norms > number(clip)).sum()) if np.isfinite(norms).any() and number(clip) > 0 else None
 
 
 def _parts(estimate: dict[str, Any]) -> dict[str, int]:

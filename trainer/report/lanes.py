@@ -16,10 +16,7 @@ import numpy as np
 from pipeline.page import Markup, element, figure, table
 from pipeline.page.scales import linear
 from trainer.report.log import Floats
-from trainer.timeline import Event, Interval, Work, kind, union
-
-KINDS = ("matrix", "attention", "delta rule", "other", "copies")
-"""Of work on the GPU, in the order of the lanes."""
+from trainer.timeline import KINDS, UNNAMED, Event, Interval, Work, kind, union
 
 LANES = {"CPU": 6, "matrix": 1, "attention": 2, "delta rule": 3, "other": 7, "copies": 5, "idle": 8}
 """Lanes from top to bottom, and the colour of each."""
@@ -70,7 +67,7 @@ def picture(works: Sequence[Work]) -> Lanes:
     gpu = [event for work in works for event in work.gpu]
     by_kind: dict[str, list[Event]] = {name: [] for name in KINDS}
     for event in gpu:
-        by_kind[kind(event["name"]) if event["cat"] == "kernel" else "copies"].append(event)
+        by_kind[kind(event["name"])].append(event)
     busy = {"CPU": inside(event for work in works for event in (*work.ops, *work.calls))}
     busy |= {name: inside(events) for name, events in by_kind.items()}
     wall = (end - begin) / 1e3
@@ -109,7 +106,8 @@ def draw(traces: Mapping[str, Lanes]) -> Markup:
     return figure(
         svg,
         title="One step, by kind of operation",
-        text="A lane is filled as high as the share of that moment spent on it. CPU: in any operation or call.",
+        text="A lane is filled as high as the share of that moment spent on it. CPU: in any operation or call. "
+        + (UNNAMED if len(shown) > 1 else ""),
         fallback=_table(traces, shown),
         fluid=True,
     )

@@ -9,6 +9,9 @@ Costs: 2 s for 100,000 steps.
 
 import json
 import math
+import os
+import platform
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,17 +23,34 @@ import numpy.typing as npt
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
-CONFIG, METRICS, TRACE = "config.json", "metrics.jsonl", "trace.json.gz"
-"""Names of the files in a run's folder, as ``trainer.record``, ``trainer.metrics`` and ``trainer.train`` write them."""
+CONFIG, METRICS, TRACE, LOCK = "config.json", "metrics.jsonl", "trace.json.gz", ".lock"
+"""Names of the files in a run's folder, for those who write them too."""
 
 VERSIONS = (1,)
 """Versions of ``config.json`` that are understood."""
 
-COLUMNS = (
-    "rows_seen", "targets", "loss", "lr", "grad_norm", "tokens_per_s", "step_s", "data_wait_s", "mfu", "hfu",
-    "peak_gib",
-)  # fmt: skip
-"""Fields of a step's line."""
+FIELDS: Mapping[str, tuple[str, str, float]] = {
+    "loss": ("loss, nats", "{:,.4f}", 1),
+    "eval_loss": ("evaluation loss, nats", "{:,.4f}", 1),
+    "lr": ("learning rate", "{:.3g}", 1),
+    "grad_norm": ("gradient norm", "{:,.4g}", 1),
+    "tokens_per_s": ("tokens a second", "{:,.0f}", 1),
+    "mfu": ("MFU", "{:.2%}", 1),
+    "hfu": ("HFU", "{:.2%}", 1),
+    "peak_gib": ("peak memory, GiB", "{:,.2f}", 1),
+    "step_s": ("step time, s", "{:,.4g}", 1),
+    "data_wait_s": ("data wait, ms", "{:,.3f}", 1e3),
+    "tokens": ("tokens a step", "{:,.0f}", 1),
+    "targets": ("targets a step", "{:,.0f}", 1),
+    "rows_seen": ("rows seen", "{:,.0f}", 1),
+}
+"""Fields of the log's lines as they are shown: what each is, its form, and what it is multiplied by before."""
+
+COLUMNS = tuple(name for name in FIELDS if name != "eval_loss")
+"""Fields of a step's line; an evaluation's has ``eval_loss``."""
+
+TIMES = ("step_s", "data_wait_s")
+"""Those of them that are no number below 0."""
 
 MOST_STEPS = 10**12
 """A larger number of a step is no number of a step."""
@@ -60,7 +80,7 @@ class Run:
     step: Ints
     """Numbers of the steps, ascending, [S]."""
     columns: dict[str, Floats]
-    """By name of the field, [S]: the numbers, NaN where a line has none. Fields that no line has are left out."""
+    """By name of the field, [S]: the numbers, NaN where a line has none; fields that some line has."""
     skipped: Ints
     """Steps without a target: nothing was updated in them."""
     not_finite: Ints
@@ -75,10 +95,16 @@ class Run:
     """The last line was cut, as by a kill; it is none of ``unused_lines``."""
     changed: float
     """When either file was last written, seconds since 1970."""
+    is_alive: bool | None
+    """Whether the process that writes here lives; None where this machine cannot tell."""
+
+    def has(self, name: str) -> bool:
+        """Whether some line has the field."""
+        return name in self.columns
 
     def column(self, name: str) -> Floats:
-        """The numbers of a field; none at all where it was not recorded."""
-        return self.columns.get(name, np.empty(0))
+        """The numbers of a field, [S]; NaN where it was not recorded."""
+        return self.columns.get(name, np.full(self.step.size, math.nan))
 
 
 def read(path: Path) -> Run:
@@ -112,7 +138,27 @@ def read(path: Path) -> Run:
         unused_lines=unused,
         cut=cut,
         changed=max(file.stat().st_mtime for file in (config, log) if file.exists()),
+        is_alive=_is_alive(path / LOCK),
     )
+
+
+def _is_alive(lock: Path) -> bool | None:
+    """Whether the process named in a run's lock lives, if it is this machine's; the lock itself is not touched.
+
+    Another process that has its number by now is taken for it.
+    """
+    try:
+        found = re.fullmatch(r"process ([1-9]\d{0,8}) on (.+)\n", lock.read_text(encoding="utf-8"))
+        if found is None or found[2] != platform.node():
+            return None
+        os.kill(int(found[1]), 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # another user's
+        return True
+    except (OSError, ValueError):
+        return None
+    return True
 
 
 def _columns(lines: list[dict[str, Any]]) -> tuple[dict[str, Floats], npt.NDArray[np.bool_]]:
@@ -121,7 +167,8 @@ def _columns(lines: list[dict[str, Any]]) -> tuple[dict[str, Floats], npt.NDArra
     for name in COLUMNS:
         if any(name in line for line in lines):
             values = [line.get(name) for line in lines]
-            columns[name] = np.array([number(value) for value in values])
+            held = np.array([number(value) for value in values])
+            columns[name] = np.where(held < 0, math.nan, held) if name in TIMES else held
             is_broken |= np.isnan(columns[name]) & np.array([value is not None for value in values])
     return columns, is_broken
 

@@ -11,12 +11,26 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
+
 from pipeline.page import Markup, element, facts, page, section, shares, table, tiles, warning
-from trainer.report import text
-from trainer.report.charts import chart, courses, missing, roomy, side_by_side
+from trainer.report.charts import courses, drawn, missing, roomy, series, side_by_side, unbroken
 from trainer.report.figures import GIB, Figures
-from trainer.report.log import Run
-from trainer.report.text import NAMES, NOT_RECORDED, Pair, concerns, differing, moment, projected_end, span, written
+from trainer.report.log import FIELDS, Run
+from trainer.report.text import (
+    NOT_RECORDED,
+    SHOWN_WIDTH,
+    Pair,
+    concerns,
+    differing,
+    headlines,
+    moment,
+    projected_end,
+    short,
+    span,
+    waiting,
+    written,
+)
 from trainer.report.traces import Trace, trace_section
 
 IDENTITIES = {
@@ -31,7 +45,7 @@ def as_page(pairs: Sequence[Pair], *, traces: Sequence[Trace], now: float, troub
 
     Args:
         pairs: one run, or several.
-        traces: none, one, or two: before and after.
+        traces: none, one, or two.
         now: seconds since 1970.
         troubles: what else the reader should look into.
     """
@@ -41,7 +55,7 @@ def as_page(pairs: Sequence[Pair], *, traces: Sequence[Trace], now: float, troub
     alerts = [warning(f"{f.name}: {text}" if several else text) for run, f in pairs for text in concerns(run, f)]
     alerts += map(warning, troubles)
     parts = [
-        section("At a glance", _glance(pairs), *alerts, note=f"As of {moment(now)}.", id="glance"),
+        section("At a glance", *_glance(pairs, alerts), note=f"As of {moment(now)}.", id="glance"),
         *([_differing(pairs)] if several else []),
         *(courses(pairs) if any(run.step.size or run.eval_step.size for run, _ in pairs) else []),
         *([trace_section(traces)] if traces else []),
@@ -56,15 +70,18 @@ def as_page(pairs: Sequence[Pair], *, traces: Sequence[Trace], now: float, troub
 # ---------------------------------------------------------------------------------------------- glance
 
 
-def _glance(pairs: Sequence[Pair]) -> Markup:
-    """Tiles of one run; of several a table side by side."""
-    if len(pairs) > 1:
-        columns = [text.lines(f) for _, f in pairs]
-        rows = [(cells[0][0], *(text for _, text in cells)) for cells in zip(*columns, strict=True)]
-        return table(("", *(f.name for _, f in pairs)), rows, caption="Runs side by side")
-    _, f = pairs[0]
+def _glance(pairs: Sequence[Pair], alerts: Sequence[Markup]) -> list[Markup]:
+    """What the terminal shows: of one run tiles first, of several side by side."""
+    columns = [headlines(f) for _, f in pairs]
+    if len(pairs) == 1:
+        return [_tiles(pairs[0][1]), *alerts, _in_two(columns[0])]
+    return [_beside(pairs, columns, caption="Runs side by side"), *alerts]
+
+
+def _tiles(f: Figures) -> Markup:
     return tiles([
-        ("state", f.state, f"last written {moment(f.written)}"),
+        ("state", f.state, ("told by when it was last written, " if f.is_guessed else "last written ") +
+         moment(f.written)),
         ("steps", f"{f.last_step:,}", _of_total(f)),
         ("loss", _last(f, "loss"), _note(f, "loss", "from {first}, least {least}")),
         *([("evaluation loss", _last(f, "eval_loss"), _note(f, "eval_loss", "from {first}, least {least}"))]
@@ -73,7 +90,7 @@ def _glance(pairs: Sequence[Pair]) -> Markup:
         ("MFU", _median(f, "mfu"), _hardware(f)),
         ("memory", "–" if f.peak_gib is None else f"{f.peak_gib:,.1f} GiB", _planned(f)),
         ("waiting for data", "–" if f.data_wait_share is None else f"{f.data_wait_share:.2%}",
-         NOT_RECORDED if f.data_wait_share is None else "of the time"),
+         waiting(f) if f.data_wait_share is None else "of the time, but for each start's first wait"),
         ("projected end", *_end(f)),
     ])  # fmt: skip
 
@@ -102,7 +119,11 @@ def _note(f: Figures, name: str, form: str) -> str:
 def _hardware(f: Figures) -> str:
     if "mfu" not in f.quantities:
         return NOT_RECORDED
-    return "median" + (f"; hardware {_median(f, 'hfu')}" if "hfu" in f.quantities else "")
+    if "hfu" not in f.quantities:
+        return "median"
+    note = f"median; hardware {_median(f, 'hfu')}"
+    is_less = f.quantities["hfu"].median < f.quantities["mfu"].median
+    return note + (", whose head is at targets alone" if is_less else "")
 
 
 def _planned(f: Figures) -> str:
@@ -120,7 +141,10 @@ def _end(f: Figures) -> tuple[str, str]:
 
 
 def _differing(pairs: Sequence[Pair]) -> Markup:
-    rows = [(name, *row) for name, row in differing([run for run, _ in pairs]).items()]
+    rows = [
+        (name, *(text if len(text) <= SHOWN_WIDTH else roomy(text) for text in map(short, row)))
+        for name, row in differing([run for run, _ in pairs]).items()
+    ]
     body = table(("", *(f.name for _, f in pairs)), rows, caption="Recorded values that differ") if rows else \
         element("p", "Nothing that is recorded differs.")  # fmt: skip
     return section("What differs", body, id="differs")
@@ -146,13 +170,14 @@ def _memory(pairs: Sequence[Pair]) -> Iterator[Markup]:
     if len(pairs) == 1 and f.estimate_parts:
         parts = [(name, round(num / GIB, 4)) for name, num in f.estimate_parts.items()]
         yield shares(parts, title="What the estimate is made of", unit="GiB")
-    if len(pairs) == 1 and run.column("peak_gib").size:
-        yield chart(pairs, ("peak_gib",), title="Most memory so far", y_name="GiB")
+    if len(pairs) == 1 and run.has("peak_gib"):
+        most = series(f.name, run.step, np.fmax.accumulate(run.column("peak_gib")))
+        yield drawn([most], title="Most memory so far, on rank 0's GPU", y_name="GiB", form="{:,.4g}")
 
 
 def _plan(f: Figures, *, parts: bool) -> list[tuple[str, str]]:
     return [
-        ("peak", NOT_RECORDED if f.peak_gib is None else f"{f.peak_gib:,.2f} GiB of tensors on one GPU"),
+        ("peak", NOT_RECORDED if f.peak_gib is None else f"{f.peak_gib:,.2f} GiB of tensors on rank 0's GPU"),
         ("estimate", NOT_RECORDED if f.estimate_gib is None else f"{f.estimate_gib:,.2f} GiB in one process"),
         ("peak / estimate", f"{f.peak_gib / f.estimate_gib:.1%}" if f.peak_gib and f.estimate_gib else NOT_RECORDED),
         ("recomputed", NOT_RECORDED if f.recomputed is None else "{:,} of {:,} layers".format(*f.recomputed)),
@@ -187,9 +212,9 @@ def _every_number(pairs: Sequence[Pair]) -> Markup:
     header = ("", "first", "last", "mean", "median", "least", "greatest", "steps")
     parts = []
     for _, f in pairs:
-        found = [(name, f.quantities[name]) for name in NAMES if name in f.quantities]
+        found = [(name, f.quantities[name]) for name in FIELDS if name in f.quantities]
         rows = [
-            (NAMES[name][0], *(written(name, value) for value in (s.first, s.last, s.mean, s.median)),
+            (FIELDS[name][0], *(written(name, value) for value in (s.first, s.last, s.mean, s.median)),
              _at(written(name, s.least), s.least_step), _at(written(name, s.greatest), s.greatest_step), f"{s.num:,}")
             for name, s in found
         ]  # fmt: skip
@@ -206,7 +231,7 @@ def _at(text: str, step: int) -> Markup:
 
 def _identity(pairs: Sequence[Pair]) -> Iterator[Markup]:
     """What was run on what with what."""
-    yield _beside(pairs, [_origin(run, short=len(pairs) > 1) for run, _ in pairs], caption="Identity")
+    yield _beside(pairs, [_origin(run, is_short=len(pairs) > 1) for run, _ in pairs], caption="Identity")
     for run, f in pairs:
         if len(pairs) == 1 or run.config["earlier"]:
             yield _starts(run.config, name="" if len(pairs) == 1 else f"{f.name}: ")
@@ -220,23 +245,27 @@ def _identity(pairs: Sequence[Pair]) -> Iterator[Markup]:
 
 def _listing(pairs: Sequence[Pair], columns: Sequence[Sequence[tuple[str, str]]], *, caption: str) -> Markup:
     """As ``_beside``; the long list of one run in two columns."""
-    half = -(-len(columns[0]) // 2)
-    if len(columns) > 1:
-        return _beside(pairs, columns, caption=caption)
-    return side_by_side(facts(columns[0][:half]), facts(columns[0][half:]))
+    return _in_two(columns[0]) if len(columns) == 1 else _beside(pairs, columns, caption=caption)
 
 
-def _origin(run: Run, *, short: bool) -> list[tuple[str, str]]:
+def _in_two(found: Sequence[tuple[str, str]]) -> Markup:
+    """A long list in two columns where the screen is wide enough."""
+    half = -(-len(found) // 2)
+    return side_by_side(facts(found[:half]), facts(found[half:]))
+
+
+def _origin(run: Run, *, is_short: bool) -> list[tuple[str, str]]:
     """Identities are cut to what tells them apart where several stand side by side."""
-    config, digits = run.config, 16 if short else None
-    return [
+    config = run.config
+    found = [
         ("folder", str(run.path)),
         ("began", str([*config["earlier"], config][0].get("time", NOT_RECORDED))),
-        *((label, str(config.get(name) or "none")[:digits]) for name, label in IDENTITIES.items()),
-        ("commit", str(config.get("commit") or NOT_RECORDED)[:digits]),
+        *((label, str(config.get(name) or "none")) for name, label in IDENTITIES.items()),
+        ("commit", str(config.get("commit") or NOT_RECORDED)),
         *((name, _plain(value)) for name, value in config["machine"].items()),
         *((f"version of {name}", _plain(value)) for name, value in config["versions"].items()),
     ]
+    return [(name, short(text)) for name, text in found] if is_short else found
 
 
 def _starts(config: dict[str, Any], *, name: str) -> Markup:
@@ -247,16 +276,12 @@ def _starts(config: dict[str, Any], *, name: str) -> Markup:
     starts = [*earlier, config]
     changes = ["", *(_changes(before, after) for before, after in pairwise(starts))]
     rows = [
-        (f"{i:,}", _unbroken(str(start.get("time", ""))), roomy(str(start.get("commit") or "")), roomy(change))
+        (f"{i:,}", unbroken(str(start.get("time", ""))), roomy(str(start.get("commit") or "")), roomy(change))
         for i, (start, change) in enumerate(zip(starts, changes, strict=True), start=1)
     ]
     times = f"resumed {len(earlier):,} times" if len(earlier) > 1 else "resumed once"
     caption = name + times if name else times.capitalize()
     return table(("start", "time", "commit", "settings that changed"), rows, caption=caption, numeric=(0,))
-
-
-def _unbroken(text: str) -> Markup:
-    return element("span", text, style="white-space:nowrap")
 
 
 def _changes(before: dict[str, Any], after: dict[str, Any]) -> str:

@@ -7,29 +7,16 @@ Guarantees: the terminal, the page's tables and its tiles write a number in the 
 
 import datetime
 import json
-from collections.abc import Mapping, Sequence
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from trainer.report.figures import LISTED, Count, Figures, Summary
-from trainer.report.log import METRICS, Run
+from trainer.report.log import FIELDS, METRICS, Run
 
 Pair = tuple[Run, Figures]
-
-NAMES: Mapping[str, tuple[str, str, float]] = {
-    "loss": ("loss, nats", "{:,.4f}", 1),
-    "eval_loss": ("evaluation loss, nats", "{:,.4f}", 1),
-    "lr": ("learning rate", "{:.3g}", 1),
-    "grad_norm": ("gradient norm", "{:,.4g}", 1),
-    "tokens_per_s": ("tokens a second", "{:,.0f}", 1),
-    "mfu": ("MFU", "{:.2%}", 1),
-    "hfu": ("HFU", "{:.2%}", 1),
-    "peak_gib": ("peak memory, GiB", "{:,.2f}", 1),
-    "step_s": ("step time, s", "{:,.4g}", 1),
-    "data_wait_s": ("data wait, ms", "{:,.3f}", 1e3),
-    "targets": ("targets a step", "{:,.0f}", 1),
-    "rows_seen": ("rows seen", "{:,.0f}", 1),
-}
-"""Fields of the log in the order of the page: what each is, how it is written, and by what it is multiplied before."""
 
 NOT_RECORDED = "not recorded"
 WAIT_SHARE = 0.02
@@ -37,12 +24,12 @@ WAIT_SHARE = 0.02
 SERVES = ("implementation", "version")
 """What of a line of the kernel table can make runs differ."""
 SHOWN_WIDTH = 34
-"""Widest column of a run in the terminal."""
+"""Widest column of a run in the terminal, unless its text would be that of another."""
 
 
 def written(name: str, value: float) -> str:
     """A number of a field as text."""
-    _, form, factor = NAMES[name]
+    _, form, factor = FIELDS[name]
     return form.format(value * factor)
 
 
@@ -66,13 +53,14 @@ def moment(seconds: float) -> str:
         return "beyond any calendar"
 
 
-def lines(f: Figures) -> list[tuple[str, str]]:
+def headlines(f: Figures) -> list[tuple[str, str]]:
     """The headline figures, a name and a text each; the same names for every run."""
     return [
-        ("state", f.state),
-        ("steps", steps(f)),
+        ("state", f"{f.state}, by its log" if f.is_guessed else f.state),
+        ("steps", progress(f)),
         ("time in steps", NOT_RECORDED if f.seconds is None else span(f.seconds)),
         ("time left", time_left(f)),
+        ("time left, by quartiles", time_range(f)),
         ("projected end", projected_end(f)),
         ("loss, first to last", _from_to(f.quantities.get("loss"), "loss")),
         ("least loss", _least(f.quantities.get("loss"), "loss")),
@@ -81,20 +69,21 @@ def lines(f: Figures) -> list[tuple[str, str]]:
         ("gradient norm, median", median(f, "grad_norm")),
         ("clipped steps", "none is clipped" if f.num_clipped is None else f"{f.num_clipped:,}"),
         ("tokens a second, median", median(f, "tokens_per_s")),
-        ("tokens of documents", NOT_RECORDED if f.tokens is None else f"{f.tokens:,.0f}"),
+        ("tokens of documents", tokens(f)),
         ("MFU, median", median(f, "mfu")),
         ("HFU, median", median(f, "hfu")),
         ("memory, peak", NOT_RECORDED if f.peak_gib is None else f"{f.peak_gib:,.2f} GiB"),
         ("memory, estimated", NOT_RECORDED if f.estimate_gib is None else f"{f.estimate_gib:,.2f} GiB"),
         ("recomputed layers", NOT_RECORDED if f.recomputed is None else "{:,} of {:,}".format(*f.recomputed)),
-        ("step time, p5 p50 p95", step_spread(f)),
-        ("waiting for data", NOT_RECORDED if f.data_wait_share is None else f"{f.data_wait_share:.2%} of the time"),
+        ("first step, s", step_times(f, "first")),
+        ("later steps, s, p5 p50 p95", step_times(f, "p5", "p50", "p95")),
+        ("waiting for data", waiting(f)),
         ("steps without a target", listed(f.skipped)),
         ("values not finite", listed(f.not_finite)),
     ]
 
 
-def steps(f: Figures) -> str:
+def progress(f: Figures) -> str:
     """How far a run is."""
     return f"{f.last_step:,}" if f.total_steps is None else f"{f.last_step:,} of {f.total_steps:,}"
 
@@ -105,12 +94,33 @@ def median(f: Figures, name: str) -> str:
     return NOT_RECORDED if found is None else written(name, found.median)
 
 
+def tokens(f: Figures) -> str:
+    """Tokens of documents: 4 digits of them where a step's line has its speed alone."""
+    if f.tokens is None:
+        return NOT_RECORDED
+    return f"{f.tokens:,.0f}" if f.is_tokens_exact else f"about {float(f'{f.tokens:.4g}'):,.0f}"
+
+
+def waiting(f: Figures) -> str:
+    """How much of the time the loop waited for data."""
+    if f.data_wait_share is None:
+        return "too few steps" if "data_wait_s" in f.quantities else NOT_RECORDED
+    return f"{f.data_wait_share:.2%} of the time"
+
+
 def time_left(f: Figures) -> str:
-    """How long a run will take from its last line, and between what and what."""
-    if f.projection is None:
-        return "none" if f.state == "finished" else "not known"
+    """How long a run will take from its last line."""
+    return _none_left(f) if f.projection is None else span(f.projection.seconds_left)
+
+
+def time_range(f: Figures) -> str:
+    """Between what and what that lies."""
     p = f.projection
-    return f"{span(p.seconds_left)} ({span(p.seconds_low)} to {span(p.seconds_high)})"
+    return _none_left(f) if p is None else f"{span(p.seconds_low)} to {span(p.seconds_high)}"
+
+
+def _none_left(f: Figures) -> str:
+    return "none" if f.state == "finished" else "not known"
 
 
 def projected_end(f: Figures) -> str:
@@ -119,11 +129,11 @@ def projected_end(f: Figures) -> str:
     return moment(end) if end is not None else f.state if f.state != "running" else "not known"
 
 
-def step_spread(f: Figures) -> str:
-    """Three percentiles of the steps' time."""
+def step_times(f: Figures, *names: str) -> str:
+    """Some of the figures of steps' times."""
     if f.step_seconds is None:
         return NOT_RECORDED
-    return " ".join(written("step_s", f.step_seconds[name]) for name in ("p5", "p50", "p95")) + " s"
+    return " ".join(written("step_s", f.step_seconds[name]) for name in names)
 
 
 def listed(count: Count, *, what: str = "step") -> str:
@@ -165,7 +175,8 @@ def concerns(run: Run, f: Figures) -> list[str]:
     if f.data_wait_share is not None and f.data_wait_share > WAIT_SHARE:
         found.append(f"{f.data_wait_share:.1%} of the steps' time was waiting for data.")
     if f.state == "stopped":
-        found.append(f"The run has stopped: nothing was written since {moment(f.written)}.")
+        why = "nothing was written" if f.is_guessed else "its process has ended, and nothing was written"
+        found.append(f"The run has stopped: {why} since {moment(f.written)}.")
     return found
 
 
@@ -179,7 +190,6 @@ def flat(config: Mapping[str, Any]) -> dict[str, str]:
         "commit": config.get("commit"),
         **{name: config[name] for name in ("settings", "model", "versions", "machine")},
         "kernels": {str(k.get("operation")): {n: k.get(n) for n in SERVES} for k in config["kernels"]},
-        "memory_estimate_bytes": config["memory_estimate_bytes"],
     }
     return {name: text for name, text in _leaves("", parts) if name not in ("settings.out", "settings.resume")}
 
@@ -197,24 +207,52 @@ def differing(runs: Sequence[Run]) -> dict[str, list[str]]:
     return {name: row for name in names if len(set(row := [one.get(name, "") for one in held])) > 1}
 
 
+def short(text: str) -> str:
+    """With 16 digits of each identity and commit."""
+    return re.sub(r"([0-9a-f]{16})[0-9a-f]{16,}", r"\1", text)
+
+
 # --------------------------------------------------------------------------------------------- terminal
 
 
 def as_text(pairs: Sequence[Pair]) -> str:
     """The table for the terminal: runs side by side, then kernels of one or what differs between several."""
-    columns = [[f.name, *(text for _, text in lines(f))] for _, f in pairs]
-    labels = ["", *(name for name, _ in lines(pairs[0][1]))]
-    found = _aligned([labels, *columns])
+    columns = [[f.name, *(text for _, text in headlines(f))] for _, f in pairs]
+    labels = ["", *(name for name, _ in headlines(pairs[0][1]))]
+    found = [*_blocks(labels, columns)]
     for run, f in pairs:
         found += [f"{f.name}: look into this: {text}" for text in concerns(run, f)]
     if len(pairs) > 1:
         rows = differing([run for run, _ in pairs])
-        table = [[name, *(text[:SHOWN_WIDTH] for text in row)] for name, row in rows.items()]
-        found += ["", "what differs", *_aligned([list(column) for column in zip(*table, strict=True)])]
+        cells = [_fitting([short(text) for text in row]) for row in rows.values()]
+        held = [[f.name, *(row[i] for row in cells)] for i, (_, f) in enumerate(pairs)]
+        found += ["", "what differs", *(_blocks(["", *rows], held) if rows else ["  nothing that is recorded"])]
     elif kernels := pairs[0][0].config["kernels"]:
         names = ("operation", "implementation", "version", "why")
         found += ["", "kernels", *_aligned([[str(k.get(name, "")) for k in kernels] for name in names])]
     return "\n".join(found)
+
+
+def _fitting(row: Sequence[str]) -> list[str]:
+    """Texts cut to the width of a column: of what all begin with, 8 letters stay. Whole, if two would then be equal."""
+    is_long = max(map(len, row)) > SHOWN_WIDTH
+    begin = max(0, len(os.path.commonprefix(list(row))) - 8) if is_long else 0  # noqa: RUF071
+    held = [f"…{text[begin:]}" if begin else text for text in row]
+    cut = [text if len(text) <= SHOWN_WIDTH else f"{text[: SHOWN_WIDTH - 1]}…" for text in held]
+    return cut if len(set(cut)) == len(set(row)) else list(row)
+
+
+def _blocks(labels: Sequence[str], columns: Sequence[Sequence[str]]) -> Iterator[str]:
+    """As many columns side by side as the terminal holds, then the others below, each time with their labels."""
+    room = shutil.get_terminal_size().columns
+    left = list(columns)
+    while left:
+        num = 1
+        while num < len(left) and max(map(len, _aligned([labels, *left[: num + 1]]))) <= room:
+            num += 1
+        yield from _aligned([labels, *left[:num]])
+        left = left[num:]
+        yield from [""] if left else []
 
 
 def _aligned(columns: Sequence[Sequence[str]]) -> list[str]:

@@ -1,6 +1,6 @@
 """A page's part about traces: four tables, a picture of one step, the longest kernels, where the CPU waits.
 
-    traces = [load(path) for path in paths]      one, or two: before and after
+    traces = [load(path, name=...) for ...]      one, or two
     section = trace_section(traces)
 
 Guarantees: the tables hold the numbers that ``python -m trainer.timeline --json`` prints.
@@ -14,8 +14,8 @@ from typing import Any
 
 from pipeline.page import Markup, element, facts, section, table
 from trainer import timeline
-from trainer.report.charts import roomy, side_by_side
-from trainer.report.lanes import KINDS, Lanes, draw, picture
+from trainer.report.charts import roomy, side_by_side, unbroken
+from trainer.report.lanes import Lanes, draw, picture
 
 TOP = 15
 """Kernels listed."""
@@ -27,6 +27,8 @@ NAME = 90
 class Trace:
     """What one trace says."""
 
+    name: str
+    """What it is called: its run, "before" or "after"."""
     path: Path
     """Where it lies."""
     summary: Mapping[str, Any]
@@ -35,24 +37,7 @@ class Trace:
     """The picture of its middle step."""
 
 
-TABLES = (
-    ("CPU time, ms", "{:,.1f}", (("in operations and calls", "cpu_ms"), ("the whole step", "wall_ms"))),
-    ("CPU calls", "{:,.0f}", (
-        ("all", "num_cpu_calls"), ("operations", "num_ops"), ("calls into CUDA", "num_runtime_calls"),
-        ("of them launches", "num_launches"), ("waits for the GPU", "num_waits"), ("values read", "num_scalar_reads"),
-    )),
-    ("GPU time, ms", "{:,.1f}", (
-        ("busy", "gpu_busy_ms"), ("idle", "gpu_idle_ms"), ("longest gap", "largest_gap_ms"),
-        *((kind, f"kind_ms.{kind}") for kind in KINDS),
-    )),
-    ("GPU operations", "{:,.0f}", (
-        ("all", "num_gpu_ops"), ("kernels", "num_kernels"), ("copies to the host", "num_copies_to_host"),
-    )),
-)  # fmt: skip
-"""The four tables: title, form of the numbers, then rows of a label and a number of the summary."""
-
-
-def load(path: Path) -> Trace:
+def load(path: Path, *, name: str) -> Trace:
     """Read and analyse one trace.
 
     Raises:
@@ -62,31 +47,25 @@ def load(path: Path) -> Trace:
     if not works:
         raise ValueError(f"{path} has no operation and no kernel in it: was the profiler given activities?")
     steps = [timeline.measure(work) for work in works]
-    return Trace(path=path, summary=timeline.summary(steps, top=TOP), lanes=picture(works))
-
-
-def number(summary: Mapping[str, Any], name: str) -> float:
-    """A number of a summary; one of a kind as ``kind_ms.matrix``, 0 where nothing of the kind ran."""
-    group, _, inner = name.partition(".")
-    return float(summary[group].get(inner, 0.0) if inner else summary[group])
+    return Trace(name=name, path=path, summary=timeline.summary(steps, top=TOP), lanes=picture(works))
 
 
 def trace_section(traces: Sequence[Trace]) -> Markup:
-    """The section of one trace, or of two: before and after."""
-    names = ["before", "after"] if len(traces) == 2 else ["the step"]
-    named = list(zip(names, traces, strict=True))
+    """The section of one trace, or of two."""
     on_gpu = any(trace.summary["num_gpu_ops"] for trace in traces)
-    shown = TABLES if on_gpu else TABLES[:2]
+    shown = timeline.TABLES if on_gpu else timeline.TABLES[:2]
+    ratio = f"; a ratio is {traces[1].name} / {traces[0].name}" if len(traces) == 2 else ""
     return section(
         "Where the time goes",
-        facts((name, f"{trace.path}, {_steps(trace.summary['num_steps'])}") for name, trace in named),
-        *([] if on_gpu else [element("p", "Nothing ran on a GPU.", class_="note")]),
-        draw({name: trace.lanes for name, trace in named}),
-        side_by_side(*(_table(title, form, rows, names, traces) for title, form, rows in shown)),
-        *(_kernels(name, trace) for name, trace in named if on_gpu),
-        *(_waits(name, trace) for name, trace in named),
-        note="From the profiler's trace. It slows the CPU down: its times are for comparing, the true ones are above. "
-        "Numbers are those of the mean step, a ratio is after / before; kinds are told apart by the kernels' names.",
+        facts((trace.name, f"{trace.path}, {_steps(trace.summary['num_steps'])}") for trace in traces),
+        draw({trace.name: trace.lanes for trace in traces}),
+        side_by_side(*(_table(title, form, rows, traces) for title, form, rows in shown)),
+        element("p", timeline.UNNAMED if on_gpu else "Nothing ran on a GPU.", class_="note"),
+        *(_kernels(trace) for trace in traces if on_gpu),
+        *(_waits(trace) for trace in traces),
+        note="From the profiler's trace. The profiler slows the CPU down, so times are for comparing; the charts above "
+        f"hold every step of a run, those that were traced too. Numbers are those of the mean step{ratio}. "
+        "Kinds are told apart by the kernels' names.",
         id="time",
     )
 
@@ -95,14 +74,12 @@ def _steps(num: int) -> str:
     return "one step" if num == 1 else f"{num:,} steps"
 
 
-def _table(
-    title: str, form: str, rows: Sequence[tuple[str, str]], names: Sequence[str], traces: Sequence[Trace]
-) -> Markup:
-    """A row each with its number in every trace, and what the last is of the first."""
-    header = ("", *names, *(("ratio",) if len(traces) == 2 else ()))
+def _table(title: str, form: str, rows: Sequence[tuple[str, str]], traces: Sequence[Trace]) -> Markup:
+    """A row each with its number in every trace, and what the second is of the first."""
+    header = ("", *(trace.name for trace in traces), *(("ratio",) if len(traces) == 2 else ()))
     body = []
     for label, name in rows:
-        values = [number(trace.summary, name) for trace in traces]
+        values = [timeline.number(trace.summary, name) for trace in traces]
         ratio = [_ratio(*values)] if len(values) == 2 else []
         body.append((label, *map(form.format, values), *ratio))
     return table(header, body, caption=title, numeric=range(1, len(header)))
@@ -115,25 +92,21 @@ def _ratio(before: float, after: float) -> str:
     return f"{after / before:,.2f}" if after >= before / 100 or not after else f"{after / before:.1g}"
 
 
-def _kernels(name: str, trace: Trace) -> Markup:
+def _kernels(trace: Trace) -> Markup:
     rows = [
         (
             f"{k['ms']:,.1f}",
             f"{k['share']:.1%}",
             f"{k['count']:,.0f}",
-            _unbroken(timeline.kind(k["name"])),
+            unbroken(timeline.kind(k["name"])),
             roomy(_short(k["name"])),
         )
         for k in trace.summary["top_kernels"]
     ]
-    title = f"Kernels by time: {name}"
+    title = f"Kernels by time: {trace.name}"
     if not rows:
         return element("p", f"{title}: none ran.", class_="note")
     return table(("ms", "share", "times", "kind", "name"), rows, caption=title, numeric=(0, 1, 2))
-
-
-def _unbroken(text: str) -> str:
-    return text.replace(" ", "\u00a0")
 
 
 def _short(name: str) -> str:
@@ -142,9 +115,9 @@ def _short(name: str) -> str:
     return plain if len(plain) <= NAME else plain[: NAME - 1] + "…"
 
 
-def _waits(name: str, trace: Trace) -> Markup:
+def _waits(trace: Trace) -> Markup:
     rows = [(f"{count:,.1f}", roomy(where)) for where, count in list(trace.summary["waits"].items())[:TOP]]
-    title = f"Where the CPU waits for the GPU or reads a value: {name}"
+    title = f"Where the CPU waits for the GPU or reads a value: {trace.name}"
     if not rows:
         return element("p", f"{title}: nowhere.", class_="note")
     return table(("times", "operations around it, outermost first"), rows, caption=title, numeric=(0,))

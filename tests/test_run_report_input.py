@@ -4,6 +4,8 @@ import math
 import os
 import re
 import shutil
+import subprocess
+import sys
 import time
 from html import escape
 from pathlib import Path
@@ -23,6 +25,17 @@ def test_a_run_without_metrics_has_a_page_that_says_so(tmp_path: Path) -> None:
     assert "There are no metrics yet" in page
     assert tiles(page)["steps"] == ["0", "of 10, 0.0%"]
     assert tables(page)["What serves each operation, and why"][1][0] == "attention"
+
+
+def test_who_reads_no_further_makes_no_error(tmp_path: Path) -> None:
+    run = runs.write(tmp_path / "r", [runs.step(1)], runs.config())
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "trainer.report", str(run)]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, cwd=Path(__file__).parents[1], check=False)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert (run / "report.html").exists()
 
 
 def test_a_log_without_its_config_has_a_page_that_says_so(tmp_path: Path) -> None:

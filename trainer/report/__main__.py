@@ -13,6 +13,7 @@ Costs: under a second; 4 s for 100,000 steps, 15 s and 1.6 GB for a trace of 280
 
 import dataclasses
 import json
+import os
 import sys
 import time
 from collections import Counter
@@ -63,6 +64,9 @@ def main(args: Sequence[str] | None = None) -> int:
             summaries = {trace.name: trace.summary for trace in traces}
             tables = [as_text(pairs), *([trace_table(summaries)] if traces else []), *troubles, str(out)]
             print(printable("\n\n".join(tables)))
+        sys.stdout.flush()
+    except BrokenPipeError:  # as behind head: who reads has seen enough, and the page is written
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -21,8 +21,8 @@ finite = st.floats(-1e38, 1e38) | st.sampled_from([5.0, 5.0 + 1e-15, 5.0 + 1e-8]
 # ----------------------------------------------------------------------------------------------- scales
 
 
-@given(finite, finite, st.integers(3, 8), st.booleans())
-def test_ticks_are_nice_few_and_rise_evenly_over_the_values(a: float, b: float, most: int, rounded: bool) -> None:  # noqa: FBT001
+@given(a=finite, b=finite, most=st.integers(3, 8), rounded=st.booleans())
+def test_ticks_are_nice_few_and_rise_evenly_over_the_values(a: float, b: float, most: int, *, rounded: bool) -> None:
     scale = linear([a, b], most=most, rounded=rounded)
     dust = 1e-9 * (scale.high - scale.low)
     assert scale.low - dust <= min(a, b) <= max(a, b) <= scale.high + dust
@@ -147,7 +147,7 @@ def places(markup: str, kind: str = "line") -> list[list[tuple[float, float]]]:
     """Points of every part of every path, in a box of 1000 by 1000 with y downwards."""
     paths = [p["d"] for p in Parsed(markup).all("path", kind)]
     parts = [part for path in paths for part in path.split("M") if part]
-    return [[tuple(map(float, p.split(","))) for p in part.removesuffix("h0").split("L")] for part in parts]  # type: ignore[misc]
+    return [[tuple(map(float, p.split(","))) for p in part.removesuffix("h0").split("L")] for part in parts]
 
 
 def line_of(y: list[float | None], **more: Any) -> Markup:

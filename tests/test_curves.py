@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,24 @@ def test_bf16_curves_stay_beside_each_other_and_noise_is_measured(shards: Path, 
     assert len(found["ours_packed_fp32"]) == 2
     figures = curves.figures(found)
     assert "from ours_packed_fp32 over 2 steps" in figures["stock_padded_fp32_max_difference"]["unit"]
+
+
+def test_a_curve_is_in_the_record_as_soon_as_it_is_done(
+    shards: Path, tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def process(module: str, job: dict[str, Any], *, timeout: float) -> dict[str, Any]:
+        job["out"].write_text('{"step": 1, "loss": 5.0}\n')
+        end = time.monotonic() + 20
+        while job["variant"] == "stock_padded" and not list(tmp_path.glob("*.json")) and time.monotonic() < end:
+            time.sleep(0.01)  # the slower one, named first
+        found = [list(json.loads(path.read_text())["variants"]) for path in tmp_path.glob("*.json")]
+        return {"status": "ok", "before": found}
+
+    monkeypatch.setattr(bench, "in_a_process", process)
+    command = ["curves", "--shards", str(shards), "--model", tiny, "--record", str(tmp_path), "--device", "cpu"]
+    assert bench.main([*command, "--at-once", "2", "--variants", "stock_padded,ours_packed"]) == 0
+    (path,) = tmp_path.glob("*.json")
+    assert json.loads(path.read_text())["variants"]["stock_padded"]["before"] == [["ours_packed"]]
 
 
 def test_the_two_sides_and_their_noise_are_distances_counted_by_hand() -> None:

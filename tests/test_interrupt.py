@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +69,9 @@ def test_once_the_command_runs_ctrl_c_is_an_exception_again(restored: None) -> N
 
 
 def test_another_handler_is_left_alone(restored: None) -> None:
-    handler: Callable[..., None] = lambda *_: None  # noqa: E731
+    def handler(*_: object) -> None:
+        pass
+
     signal.signal(signal.SIGINT, handler)
     quiet_imports("bye")
     hear()

@@ -194,7 +194,7 @@ def test_tool_tags_in_contents_look_odd(tmp_path: Path, packed: Path) -> None:
 def test_the_account_adds_up_in_the_text(packed: Path) -> None:
     text = as_text(parts(figures_of(packed)))
     for name, left in (("chats", "read"), ("tokens", "rendered")):
-        numbers = [int(n.replace(",", "")) for n in re.findall("[0-9,]+", re.search(f"{name} .* {left} = .*", text)[0])]  # type: ignore[index]
+        numbers = [int(n.replace(",", "")) for n in re.findall("[0-9,]+", re.search(f"{name} .* {left} = .*", text)[0])]
         assert numbers[0] == sum(numbers[1:])
     totals = PackedDataset.open(packed).manifest.totals
     for reason, num in totals["rejected"].items():

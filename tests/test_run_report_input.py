@@ -15,7 +15,7 @@ import pytest
 
 from tests import runs
 from tests.runs import as_json, report, tables, tiles
-from trainer.report.__main__ import main
+from trainer.report.__main__ import REPORT, main
 from trainer.report.log import read
 from trainer.report.text import differing
 
@@ -25,6 +25,45 @@ def test_a_run_without_metrics_has_a_page_that_says_so(tmp_path: Path) -> None:
     assert "There are no metrics yet" in page
     assert tiles(page)["steps"] == ["0", "of 10, 0.0%"]
     assert tables(page)["What serves each operation, and why"][1][0] == "attention"
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "config.json", "checkpoints/page.html", "."])
+def test_a_page_replaces_nothing_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    one, two = (runs.write(tmp_path / n, [runs.step(1)], runs.config()) for n in "ab")
+    before = {file: file.read_bytes() for file in two.iterdir()}
+    assert main([str(one), str(two), "--out", str(two / name)]) == 2
+    assert f"in a run's folder the page is called {REPORT}" in capsys.readouterr().err
+    assert {file: file.read_bytes() for file in two.iterdir()} == before
+    assert main([str(one), str(two), "--out", str(two / REPORT)]) == 0
+
+
+def test_a_page_replaces_no_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = tmp_path / "trace.json"
+    trace.write_text('[{"ph": "X", "name": "op", "cat": "cpu_op", "ts": 1, "dur": 1, "tid": 1}]')
+    run = runs.write(tmp_path / "r", [runs.step(1)], runs.config())
+    assert main([str(run), "--trace", str(trace), "--out", str(trace)]) == 2
+    assert "is one of the traces" in capsys.readouterr().err
+    assert trace.read_text().startswith("[")
+
+
+def test_a_terminal_that_cannot_spell_a_name_shows_the_rest(tmp_path: Path) -> None:
+    run = runs.write(tmp_path / "läuft…", [runs.step(1)], runs.config())
+    command = [sys.executable, "-m", "trainer.report", str(run)]
+    done = subprocess.run(
+        command, capture_output=True, cwd=Path(__file__).parents[1], check=False,
+        env=os.environ | {"PYTHONIOENCODING": "latin-1"},
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert "läuft?".encode("latin-1") in done.stdout
+
+
+def test_ctrl_c_ends_without_a_traceback(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("trainer.report.__main__.open_runs", interrupted)
+    assert main(["runs/x"]) == 130
+    assert capsys.readouterr().err == "\ninterrupted\n"
 
 
 def test_who_reads_no_further_makes_no_error(tmp_path: Path) -> None:

@@ -257,7 +257,7 @@ def test_ctrl_c_in_a_tracker_is_ctrl_c(base: Path, tmp_path: Path, wandb: Wandb)
     def interrupted(**_: Any) -> None:
         raise KeyboardInterrupt
 
-    wandb.init = interrupted  # type: ignore[assignment,method-assign]
+    wandb.init = interrupted
     assert run(base, tmp_path / "run", "--track", "wandb") == 130
 
 

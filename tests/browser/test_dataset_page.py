@@ -167,7 +167,7 @@ def test_the_first_tab_shows_a_link_to_the_content_and_focus_can_be_seen(page: P
     page.keyboard.press("Tab")
     skip = page.locator(".skip")
     assert skip.evaluate("e => e === document.activeElement")
-    assert skip.bounding_box()["x"] >= 0  # type: ignore[index]
+    assert skip.bounding_box()["x"] >= 0
     assert skip.evaluate("e => getComputedStyle(e).outlineStyle") == "solid"
     page.keyboard.press("Enter")
     assert page.evaluate("document.activeElement.id") == "content"

@@ -50,27 +50,49 @@ class Settings:
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code: 0, or 2 for input that cannot be read."""
+    """Run the command line; returns the exit code: 0, 2 for input that cannot be read, 130 after Ctrl-C."""
     settings = tyro.cli(Settings, prog="python -m trainer.report", args=args, config=(tyro.conf.FlagCreatePairsOff,))
     try:
         now = time.time()
         pairs = open_runs(settings.runs, now=now)
         traces, troubles = open_traces(settings.trace, [run for run, _ in pairs])
         out = settings.out or settings.runs[0] / REPORT
+        check_place(out, settings.runs, settings.trace)
         write(out, as_page(pairs, traces=traces, now=now, troubles=troubles))
         if settings.json:
             print(json.dumps(everything(pairs, traces), indent=1, allow_nan=False))
         else:
             summaries = {trace.name: trace.summary for trace in traces}
             tables = [as_text(pairs), *([trace_table(summaries)] if traces else []), *troubles, str(out)]
-            print(printable("\n\n".join(tables)))
+            encoding = sys.stdout.encoding or "utf-8"
+            print(printable("\n\n".join(tables)).encode(encoding, errors="replace").decode(encoding))
         sys.stdout.flush()
     except BrokenPipeError:  # as behind head: who reads has seen enough, and the page is written
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        return 130
     return 0
+
+
+def check_place(out: Path, runs: Sequence[Path], traces: Sequence[Path]) -> None:
+    """Refuse a place where the page would replace a file of a run, or a trace.
+
+    Raises:
+        ValueError: naming another.
+    """
+    place = out.resolve()
+    for folder in (run.resolve() for run in runs):
+        if place.is_relative_to(folder) and place != folder / REPORT:
+            raise ValueError(
+                f"--out {out}: in a run's folder the page is called {REPORT}, and every other name is a file of the "
+                f"run. Name a file outside of {folder}, or leave --out out."
+            )
+    if place in [trace.resolve() for trace in traces]:
+        raise ValueError(f"--out {out} is one of the traces: name another file, or leave --out out.")
 
 
 def open_runs(paths: Sequence[Path], *, now: float) -> list[Pair]:

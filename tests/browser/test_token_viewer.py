@@ -235,6 +235,23 @@ def test_a_pointer_that_rests_says_nothing_of_what_slides_below_it(page: Page, d
     assert token(page) == row.boundaries[len(row.doc_ids) - 1]
 
 
+SCROLL = """async (document) => {
+    const pane = window.document.getElementById("viewer-pane"), wanted = pane.children[document];
+    const top = () => pane.getBoundingClientRect().top + pane.clientTop;
+    const frame = () => new Promise(requestAnimationFrame);
+    let still = 0;
+    for (let tries = 0; still < 3 && tries < 300; tries++) {
+        pane.scrollTop += wanted.getBoundingClientRect().top - top() + 100;
+        await frame();
+        await frame();
+        const box = wanted.getBoundingClientRect();
+        still = box.top < top() && box.bottom > top() + 1 ? still + 1 : 0;
+    }
+    return still === 3;
+}"""
+"""Scrolls into a document: again and again, because heights far away are guesses until they are drawn."""
+
+
 @pytest.mark.parametrize("is_set", [False, True])
 def test_documents_and_targets_are_sought_from_where_the_reader_has_scrolled(
     page: Page, dataset: PackedDataset, *, is_set: bool
@@ -250,11 +267,7 @@ def test_documents_and_targets_are_sought_from_where_the_reader_has_scrolled(
         pane.focus()
         if is_set:
             page.keyboard.press("Home")
-        for _ in range(3):  # heights far away are guesses until they are drawn
-            page.locator("#viewer-pane .document").nth(document).evaluate(
-                "e => { const pane = e.parentElement; pane.scrollTop = e.offsetTop + 100; }"
-            )
-            page.wait_for_timeout(50)
+        assert page.evaluate(SCROLL, document)
 
     for key, wanted in (
         ("n", starts[4]),

@@ -207,11 +207,11 @@ def _stock(job: Job, precision: Precision) -> Step:
     config, device = _config(job), torch.device(job.device)
     if job.variant != "fused_padded":
         stock.without_fused_kernels()
-    elif device.type == "cuda" and not stock.fused_kernels_in_use():
-        raise ValueError(f"fused_padded: install {' and '.join(stock.FUSED)}")
     source = first_weights(job, config)
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     model = stock.build_stock(config, device=device, dtype=dtype, seed=0)
+    if job.variant == "fused_padded" and not stock.fused_kernels_in_use():  # known once the model is imported
+        raise ValueError(f"fused_padded: install {' and '.join(stock.FUSED)}")
     for name, parameter in model.named_parameters():
         if keeps_fp32(name):  # as in released checkpoints
             parameter.data = parameter.data.float()

@@ -143,7 +143,7 @@ def test_packed_rows_in_the_stock_model_have_our_loss(shards: Path, monkeypatch:
     dataset = PackedDataset.open(shards)
     batch = make_batch([dataset[0]], max_seqlen=64)
     config = tiny_config()
-    ours = curves.common_weights(config, seed=1, precision="fp32")
+    ours = curves.common_weights(config, model="random:0.8B", seed=1, precision="fp32")
     model = stock.build_stock(config, device=CPU, dtype=torch.float32, seed=0)
     model.load_state_dict(ours.state_dict())
     loss = stock.packed_loss(model, batch, num_targets=batch.num_targets)

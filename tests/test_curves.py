@@ -2,16 +2,20 @@
 
 import dataclasses
 import json
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from pipeline.shards import PackedDataset
 from tests.packed import make_packed, random_rows
-from tests.tiny import tiny_config
+from tests.tiny import tiny_config, tiny_model
 from trainer import bench, curves, stock
+from trainer.batches import make_batch
+from trainer.weights import export
 
 
 @pytest.fixture(scope="module")
@@ -32,13 +36,17 @@ def _stock_model_may_be_imported_already(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(stock, "without_fused_kernels", lambda: None)
 
 
-def curve(shards: Path, model: str, folder: Path, variant: str, **changes: Any) -> list[float]:
+def job(shards: Path, model: str, folder: Path, variant: str, **changes: Any) -> curves.Job:
     fields: dict[str, Any] = {
         "variant": variant, "shards": shards, "model": model, "num_layers": 4, "steps": 5, "fp32_steps": 2,
         "rows_per_step": 2, "lr": 3e-3, "warmup_steps": 2, "seed": 0, "time_box": 600.0, "device": "cpu",
         "precision": "fp32", "out": folder / f"{variant}.jsonl",
     }  # fmt: skip
-    given = curves.Job(**(fields | changes))
+    return curves.Job(**(fields | changes))
+
+
+def curve(shards: Path, model: str, folder: Path, variant: str, **changes: Any) -> list[float]:
+    given = job(shards, model, folder, variant, **changes)
     assert curves.run(given)["status"] == ("out of time" if given.time_box == 0 else "ok")
     return curves.losses(given.out)
 
@@ -60,14 +68,54 @@ def test_ours_packed_and_unpacked_and_transformers_padded_have_one_loss_curve(
     assert figures["ours_packed_steps"]["value"] == 5
 
 
+def test_curves_from_a_checkpoint_start_from_its_weights(shards: Path, tmp_path: Path) -> None:
+    model = tiny_model(seed=5)
+    source = export(tmp_path / "checkpoint", model=model, tokenizer_dir=None, eos_token_ids=[1])
+    names = ("ours_packed", "stock_padded")
+    ours, theirs = (curve(shards, str(source), tmp_path, name, lr=1e-3) for name in names)
+    assert theirs == pytest.approx(ours, abs=2e-5)
+    dataset = PackedDataset.open(shards)
+    given = job(shards, str(source), tmp_path, "ours_packed")
+    (first,) = curves.steps_of_documents(dataclasses.replace(given, steps=1), dataset)
+    with torch.no_grad():
+        rows = [curves.alone_in_a_row(d, like=dataset[0]) for d in first]
+        sums = [(model(b), b.num_targets) for b in (make_batch([row], max_seqlen=64) for row in rows)]
+    expected = sum(float(s) for s, _ in sums) / sum(n for _, n in sums)
+    assert ours[0] == pytest.approx(expected, abs=2e-5)
+
+
+def test_noise_of_fp32_curves_is_one_rounding_of_fp32(shards: Path, tiny: str, tmp_path: Path) -> None:
+    plain, moved = (
+        curves.first_weights(job(shards, tiny, tmp_path, name, precision="bf16"), tiny_config()).state_dict()
+        for name in ("ours_packed_fp32", "ours_packed_noise_fp32")
+    )
+    for name, weight in plain.items():
+        assert moved[name].dtype == torch.float32
+        assert torch.allclose(moved[name], weight.float(), rtol=2.0**-23, atol=0)
+    assert not torch.equal(moved["lm_head.weight"], plain["lm_head.weight"].float())
+
+
+@pytest.mark.parametrize(("bits", "dtype"), [(8, torch.bfloat16), (24, torch.float32)])
+def test_noise_moves_about_half_of_the_weights_to_a_neighbour(bits: int, dtype: torch.dtype) -> None:
+    model = tiny_model().to_dtype(dtype)
+    before = {name: p.detach().clone() for name, p in model.named_parameters() if p.dtype == dtype}
+    curves.move_by_one_rounding(model, seed=3, bits=bits)
+    moved = []
+    for name, parameter in model.named_parameters():
+        if name in before:
+            old, new = before[name].double(), parameter.detach().double()
+            step = 2.0 ** (torch.floor(torch.log2(old.abs())) + 1 - bits)
+            assert ((new - old).abs() <= step).all()
+            moved.append((new != old).flatten())
+    share = torch.cat(moved).double().mean().item()
+    assert 0.4 < share <= 1
+
+
 def test_sorting_changes_the_steps(shards: Path, tiny: str, tmp_path: Path) -> None:
     ours = curve(shards, tiny, tmp_path, "ours_packed", steps=2)
     found = curve(shards, tiny, tmp_path, "sorted_padded", steps=2)
     assert found != pytest.approx(ours, abs=1e-4)
-    given = curves.Job(
-        variant="sorted_padded", shards=shards, model=tiny, num_layers=4, steps=50, fp32_steps=1, rows_per_step=2, lr=0,
-        warmup_steps=0, seed=0, time_box=1, device="cpu", precision="fp32", out=tmp_path,
-    )  # fmt: skip
+    given = job(shards, tiny, tmp_path, "sorted_padded", steps=50)
     for group in curves.steps_of_documents(given, PackedDataset.open(shards)):
         lengths = [len(d.input_ids) for d in group]
         assert lengths == sorted(lengths)
@@ -75,12 +123,14 @@ def test_sorting_changes_the_steps(shards: Path, tiny: str, tmp_path: Path) -> N
 
 def test_bf16_curves_stay_beside_each_other_and_noise_is_measured(shards: Path, tiny: str, tmp_path: Path) -> None:
     noise = ("ours_packed_noise", "ours_packed_noise_2", "stock_padded_noise")
-    names = ("ours_packed", *noise, "stock_padded", "ours_packed_fp32", "stock_padded_fp32")
+    exact = ("ours_packed_fp32", "stock_padded_fp32", "ours_packed_noise_fp32")
+    names = ("ours_packed", *noise, "stock_padded", *exact)
     found = {name: curve(shards, tiny, tmp_path, name, steps=3, precision="bf16") for name in names}
     assert len({tuple(found[name]) for name in names[:5]}) == 5
     for name in names[1:5]:
         assert found[name] == pytest.approx(found["ours_packed"], abs=0.02)
     assert found["stock_padded_fp32"] == pytest.approx(found["ours_packed_fp32"], abs=1e-5)
+    assert found["ours_packed_noise_fp32"] == pytest.approx(found["ours_packed_fp32"], abs=1e-5)
     assert len(found["ours_packed_fp32"]) == 2
     figures = curves.figures(found)
     assert "from ours_packed_fp32 over 2 steps" in figures["stock_padded_fp32_max_difference"]["unit"]
@@ -89,7 +139,7 @@ def test_bf16_curves_stay_beside_each_other_and_noise_is_measured(shards: Path, 
 def test_a_curve_is_in_the_record_as_soon_as_it_is_done(
     shards: Path, tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def process(module: str, job: dict[str, Any], *, timeout: float) -> dict[str, Any]:
+    def process(module: str, job: dict[str, Any], *, timeout: float, gpu: str) -> dict[str, Any]:
         job["out"].write_text('{"step": 1, "loss": 5.0}\n')
         end = time.monotonic() + 20
         while job["variant"] == "stock_padded" and not list(tmp_path.glob("*.json")) and time.monotonic() < end:
@@ -102,6 +152,37 @@ def test_a_curve_is_in_the_record_as_soon_as_it_is_done(
     assert bench.main([*command, "--at-once", "2", "--variants", "stock_padded,ours_packed"]) == 0
     (path,) = tmp_path.glob("*.json")
     assert json.loads(path.read_text())["variants"]["stock_padded"]["before"] == [["ours_packed"]]
+
+
+def test_variants_at_once_are_dealt_out_to_the_gpus(
+    shards: Path, tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    together = threading.Barrier(3)
+    used: list[str] = []
+
+    def process(module: str, job: dict[str, Any], *, timeout: float, gpu: str) -> dict[str, Any]:
+        job["out"].write_text('{"step": 1, "loss": 5.0}\n')
+        used.append(gpu)
+        together.wait(20)
+        return {"status": "ok"}
+
+    monkeypatch.setattr(bench, "in_a_process", process)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
+    command = ["curves", "--shards", str(shards), "--model", tiny, "--record", str(tmp_path), "--device", "cpu"]
+    six = ",".join(curves.VARIANTS[:6])
+    assert bench.main([*command, "--at-once", "3", "--variants", six]) == 0
+    assert sorted(used) == ["4"] * 4 + ["7"] * 2
+
+
+def test_a_process_sees_the_gpu_that_it_was_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "says_gpu.py").write_text(
+        "import json, os, sys\n"
+        "open(sys.argv[2], 'w').write(json.dumps({'gpu': os.environ.get('CUDA_VISIBLE_DEVICES')}))\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    assert bench.in_a_process("says_gpu", {}, timeout=60, gpu="1") == {"gpu": "1"}
+    assert bench.in_a_process("says_gpu", {}, timeout=60) == {"gpu": "0,1"}
 
 
 def test_the_two_sides_and_their_noise_are_distances_counted_by_hand() -> None:
@@ -128,7 +209,7 @@ def test_a_curve_out_of_time_or_cut_short_is_as_long_as_it_got(shards: Path, tin
 def test_the_record_of_curves_has_a_table(
     shards: Path, tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def process(module: str, job: dict[str, Any], *, timeout: float) -> dict[str, Any]:
+    def process(module: str, job: dict[str, Any], *, timeout: float, gpu: str) -> dict[str, Any]:
         job["out"].write_text("".join(json.dumps({"step": i, "loss": 5.0 - i}) + "\n" for i in range(3)))
         return {"status": "ok"}
 

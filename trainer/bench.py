@@ -15,6 +15,7 @@ Costs: importing and compiling for every process, half a minute on a machine tha
 import json
 import os
 import platform
+import queue
 import re
 import shlex
 import signal
@@ -34,7 +35,7 @@ import tyro
 
 from trainer import curves, ladder
 from trainer.rungs import RUNGS, Job
-from trainer.sizes import resolve_config
+from trainer.sizes import is_random, resolve_config
 from trainer.step import Precision
 
 PACKAGES = (
@@ -97,7 +98,8 @@ class Curves(Common):
     variants: str = ",".join(curves.VARIANTS)
     """Which, with commas; the others are compared with ours_packed."""
     model: str = "random:0.8B"
-    """The model; its weights are random, the same for all."""
+    """random:SIZE, or a checkpoint: its weights are what every curve starts from. Random ones are chaotic while they
+    learn fast; a checkpoint shows smaller differences."""
     num_layers: int = 0
     """Layers of it; 0 for all."""
     steps: int = 200
@@ -113,7 +115,8 @@ class Curves(Common):
     seed: int = 0
     """Of weights and order."""
     at_once: int = 1
-    """How many variants train at the same time on the one device: their times do not count, their memory adds up."""
+    """How many variants train at the same time, dealt out to the GPUs that there are: their times do not count, their
+    memory adds up."""
     time_box: float = 120.0
     """Seconds of training that one variant may take; a shorter curve is compared as far as it goes."""
 
@@ -178,9 +181,13 @@ def run_ladder(settings: Ladder, command: str) -> int:
 def run_curves(settings: Curves, command: str) -> int:
     """Train every variant and print how far the curves lie apart."""
     names = _names(settings.variants, tuple(curves.VARIANTS), "--variants")
-    path, former = _begin(settings, "curves")
+    path, former = _begin(settings, "curves" if is_random(settings.model) else "curves-from-checkpoint")
     results: dict[str, Any] = dict(former.get("variants", {}))
     commit = find_commit(settings.commit)
+    gpus: queue.SimpleQueue[str] = queue.SimpleQueue()
+    visible = _visible_gpus() or [""]
+    for slot in range(settings.at_once):
+        gpus.put(visible[slot % len(visible)])
 
     def train(name: str) -> dict[str, Any]:
         lines = path.with_name(f"{path.stem}-{name}.jsonl")
@@ -190,7 +197,11 @@ def run_curves(settings: Curves, command: str) -> int:
             warmup_steps=settings.warmup_steps, seed=settings.seed, time_box=settings.time_box, device=settings.device,
             precision=settings.precision, out=lines,
         )  # fmt: skip
-        found = in_a_process("trainer.curves", asdict(job), timeout=settings.time_box + 180)
+        gpu = gpus.get()
+        try:
+            found = in_a_process("trainer.curves", asdict(job), timeout=settings.time_box + 180, gpu=gpu)
+        finally:
+            gpus.put(gpu)
         return {**found, "file": lines.name, "command": command, "commit": commit}
 
     with ThreadPoolExecutor(max_workers=settings.at_once) as pool:
@@ -224,8 +235,18 @@ def _begin(settings: Common, what: str) -> tuple[Path, dict[str, Any]]:
     return path, json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
 
-def in_a_process(module: str, job: dict[str, Any], *, timeout: float) -> dict[str, Any]:
-    """Run ``python -m module JOB RESULT`` and return its result; `status` says how it ended."""
+def _visible_gpus() -> list[str]:
+    """What CUDA_VISIBLE_DEVICES names, or the number of each GPU."""
+    if named := os.environ.get("CUDA_VISIBLE_DEVICES"):
+        return named.split(",")
+    return [str(number) for number in range(torch.cuda.device_count())]
+
+
+def in_a_process(module: str, job: dict[str, Any], *, timeout: float, gpu: str = "") -> dict[str, Any]:
+    """Run ``python -m module JOB RESULT`` and return its result; `status` says how it ended.
+
+    ``gpu`` is the one that it sees; by default those that this program does.
+    """
     with tempfile.TemporaryDirectory() as folder:
         job_file, result_file, log = (Path(folder) / name for name in ("job.json", "result.json", "log.txt"))
         job_file.write_text(json.dumps(job, default=str), encoding="utf-8")
@@ -233,6 +254,7 @@ def in_a_process(module: str, job: dict[str, Any], *, timeout: float) -> dict[st
             process = subprocess.Popen(
                 [sys.executable, "-m", module, str(job_file), str(result_file)],
                 stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
+                env=os.environ | ({"CUDA_VISIBLE_DEVICES": gpu} if gpu else {}),
             )  # fmt: skip
             try:
                 code: int | None = process.wait(timeout)

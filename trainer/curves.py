@@ -7,11 +7,12 @@
     sorted_padded        transformers again, each step documents of one length: what sorting does, not expected to agree
     *_noise, *_noise_2   from weights moved by one rounding, one way or another: how far bf16 alone lets curves drift
     ours_packed_fp32, stock_padded_fp32    the first steps in fp32, ours on the torch references
+    ours_packed_noise_fp32                 the same from weights moved by one fp32 rounding: how chaotic the run is
 
 All but sorted_padded take the same documents in the same steps, with the same learning rates, clipping and first
-weights (ours, drawn on the CPU, rounded to bf16 for all). In bf16 both models have bf16 weights with fp32 masters, ours
-by trainer.optimizer, transformers' by torch's AdamW. But for fused_padded, transformers runs on its torch fallbacks, so
-that the two sides share neither kernels nor loss nor optimizer.
+weights (ours, drawn on the CPU or read from a checkpoint, rounded to bf16 for all). In bf16 both models have bf16
+weights with fp32 masters, ours by trainer.optimizer, transformers' by torch's AdamW. But for fused_padded, transformers
+runs on its torch fallbacks, so that the two sides share neither kernels nor loss nor optimizer.
 
 Guarantees: a curve is written step by step, so that one cut short is as long as it got.
 Costs: bf16 curves as training does; fp32 ones run on references, many times slower.
@@ -39,10 +40,11 @@ from trainer.plan import Plan, stream_rows
 from trainer.sizes import ModelConfig, resolve_config
 from trainer.step import Precision, learning_rate, train_step
 from trainer.stock import Document
+from trainer.weights import load_weights, weights_folder
 
 VARIANTS = (
     "ours_packed", "stock_padded", "fused_padded", "ours_packed_noise", "ours_packed_noise_2", "stock_padded_noise",
-    "ours_unpacked", "sorted_padded", "ours_packed_fp32", "stock_padded_fp32",
+    "ours_unpacked", "sorted_padded", "ours_packed_fp32", "ours_packed_noise_fp32", "stock_padded_fp32",
 )  # fmt: skip
 
 WINDOW = 10
@@ -51,10 +53,10 @@ WINDOW = 10
 CLIP = 1.0
 
 NOTES = (
-    "Random weights, the same for all; losses in nats a target. Differences are from ours_packed over the steps that "
+    "The same first weights for all; losses in nats a target. Differences are from ours_packed over the steps that "
     f"both have, smoothed over {WINDOW} steps; those of fp32 curves from ours_packed_fp32, step by step. stock_padded: "
     "transformers' model and loss on padded batches, torch's AdamW over fp32 copies of the weights; its `fused` says "
-    "whether fla and causal-conv1d served. Those named noise start from weights moved by one bf16 rounding. "
+    "whether fla and causal-conv1d served. Those named noise start from weights moved by one rounding (bf16, fp32). "
     "sorted_padded trains on documents sorted by length, so its steps hold other documents and it is not expected to "
     "agree."
 )
@@ -72,7 +74,7 @@ class Job:
     shards: Path
     """Packed rows."""
     model: str
-    """As in trainer.train."""
+    """As in trainer.train: random weights, or those of a checkpoint."""
     num_layers: int
     """Layers of it; 0 for all."""
     steps: int
@@ -125,29 +127,38 @@ def _config(job: Job) -> ModelConfig:
 
 def first_weights(job: Job, config: ModelConfig) -> Qwen3_5ForCausalLM:
     """What a variant starts from: the same for all, but for those that measure noise."""
-    model = common_weights(config, seed=job.seed, precision=job.precision)
+    model = common_weights(config, model=job.model, seed=job.seed, precision=job.precision)
     if "noise" in job.variant:
-        move_by_one_rounding(model, seed=job.seed + job.variant.endswith("_2"))
+        exact = job.variant.endswith("_fp32")
+        move_by_one_rounding(
+            model.float() if exact else model, seed=job.seed + job.variant.endswith("_2"), bits=24 if exact else 8
+        )
     return model
 
 
-def common_weights(config: ModelConfig, *, seed: int, precision: Precision) -> Qwen3_5ForCausalLM:
+def common_weights(config: ModelConfig, *, model: str, seed: int, precision: Precision) -> Qwen3_5ForCausalLM:
     """Our model on the CPU with the weights that every variant starts from: rounded to bf16 where anything is."""
     with torch.device("meta"):
-        model = Qwen3_5ForCausalLM(config, kernels=select(torch.device("cpu")))
-    model.to_empty(device="cpu")
-    model.tie_weights()
-    model.init_weights(seed=seed)
-    return model.to_dtype(torch.bfloat16) if precision == "bf16" else model
+        made = Qwen3_5ForCausalLM(config, kernels=select(torch.device("cpu")))
+    made.to_empty(device="cpu")
+    made.tie_weights()
+    if (folder := weights_folder(model)) is None:
+        made.init_weights(seed=seed)
+    else:
+        load_weights(made, folder)
+    return made.to_dtype(torch.bfloat16) if precision == "bf16" else made
 
 
 @torch.no_grad()
-def move_by_one_rounding(model: nn.Module, *, seed: int) -> None:
-    """Move every weight up or down, at random, by half of to the whole distance to its bf16 neighbour, and round."""
+def move_by_one_rounding(model: nn.Module, *, seed: int, bits: int) -> None:
+    """Move every weight up or down, at random, by half of to the whole distance to its neighbour, and round.
+
+    ``bits`` are those of the neighbours' significands: 8 in bf16, 24 in fp32.
+    """
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
-        sign = torch.randint(0, 2, parameter.shape, generator=generator).float() * 2 - 1
-        parameter.copy_(parameter.float() * (1 + sign * 2.0**-8))
+        sign = torch.randint(0, 2, parameter.shape, generator=generator).double() * 2 - 1
+        parameter.copy_(parameter.double() * (1 + sign * 2.0**-bits))
 
 
 def references() -> Kernels:
@@ -210,7 +221,8 @@ def _stock(job: Job, precision: Precision) -> Step:
     source = first_weights(job, config)
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     model = stock.build_stock(config, device=device, dtype=dtype, seed=0)
-    if job.variant == "fused_padded" and not stock.fused_kernels_in_use():  # known once the model is imported
+    if job.variant == "fused_padded" and device.type == "cuda" and not stock.fused_kernels_in_use():
+        # They are looked for when the model is imported.
         raise ValueError(f"fused_padded: install {' and '.join(stock.FUSED)}")
     for name, parameter in model.named_parameters():
         if keeps_fp32(name):  # as in released checkpoints

@@ -184,7 +184,8 @@ def _ours(job: Job, precision: Precision) -> Step:
         if job.variant == "ours_unpacked":
             found = stock.documents(dataset, rows)
             longest = dataset.manifest.max_tokens  # a tail may be longer than any document
-            alone = [make_batch([alone_in_a_row(d, like=dataset[0])], max_seqlen=longest) for d in found]
+            fixed = longest if device.type == "cuda" else 0  # there kernels compile for every length
+            alone = [make_batch([alone_in_a_row(d, length=fixed)], max_seqlen=longest) for d in found]
             batches = StepBatches(rows=tuple(map(int, rows)), doc_ids=(), micro=tuple(alone))
         else:
             batches = reader.read(rows)
@@ -200,15 +201,15 @@ def _plan(job: Job, dataset: PackedDataset) -> Plan:
     )  # fmt: skip
 
 
-def alone_in_a_row(document: Document, *, like: Row) -> Row:
-    """A row that holds this document and padding, as long as the others: kernels compile for one length."""
-    length, total = len(document.input_ids), len(like.input_ids)
-    tail = total - length
+def alone_in_a_row(document: Document, *, length: int) -> Row:
+    """A row of this document and padding up to ``length`` tokens, none where that is less than the document has."""
+    num_tokens = len(document.input_ids)
+    tail = max(0, length - num_tokens)
     return Row(
         input_ids=np.pad(document.input_ids, (0, tail)),
-        position_ids=np.concatenate([np.arange(length), np.arange(tail)]).astype(np.int32),
+        position_ids=np.concatenate([np.arange(num_tokens), np.arange(tail)]).astype(np.int32),
         loss_mask=np.pad(document.loss_mask, (0, tail)),
-        boundaries=np.array([0, length, total] if tail else [0, total], np.int32),
+        boundaries=np.array([0, num_tokens, num_tokens + tail] if tail else [0, num_tokens], np.int32),
         doc_ids=np.array([document.doc_id]),
         pieces=np.zeros(1, np.int32),
     )

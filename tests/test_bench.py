@@ -1,7 +1,12 @@
 """The stock loop, the rungs of the ladder and the records made of them, on a CPU at a tiny width."""
 
 import json
+import os
+import signal
+import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -387,3 +392,42 @@ def test_a_process_that_hangs_or_fails_leaves_what_it_handed_over(
     assert "Traceback" in capsys.readouterr().err
     hung = bench.in_a_process("made_up", {"number": 2, "hang": True}, timeout=2)
     assert hung == {"status": "timeout", "detail": "stopped after 2 s", "runs": [2]}
+
+
+@pytest.mark.parametrize("what", ["curves", "ladder"])
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_and_sigterm_end_the_processes_that_measure(
+    shards: Path, tiny: str, tmp_path: Path, what: str, sent: signal.Signals
+) -> None:
+    (tmp_path / "sleeper.py").write_text(
+        f"import os, pathlib, time\npathlib.Path({str(tmp_path)!r}, f'{{os.getpid()}}.pid').touch()\ntime.sleep(300)\n"
+    )
+    (tmp_path / "measure.py").write_text(
+        "import sys\nfrom trainer import bench\nreal = bench.in_a_process\n"
+        "bench.in_a_process = lambda module, job, **rest: real('sleeper', job, **rest)\n"
+        "sys.exit(bench.main(sys.argv[1:]))\n"
+    )
+    some = ["--at-once", "2", "--time-box", "200"] if what == "curves" else ["--layers", "4"]
+    process = subprocess.Popen(
+        [sys.executable, str(tmp_path / "measure.py"), what, "--shards", str(shards), "--model", tiny,
+         "--record", str(tmp_path), "--device", "cpu", *some],
+        env=os.environ | {"PYTHONPATH": f"{Path(__file__).parents[1]}:{tmp_path}"},
+    )  # fmt: skip
+    try:
+        wanted = 2 if what == "curves" else 1
+        assert soon(lambda: len(list(tmp_path.glob("*.pid"))) == wanted)
+        process.send_signal(sent)
+        assert process.wait(30) == (130 if sent == signal.SIGINT else 143)
+    finally:
+        process.kill()
+    assert len(list(tmp_path.glob("*.pid"))) == wanted  # those that waited for their turn never began
+    for path in tmp_path.glob("*.pid"):
+        assert soon(lambda path=path: not Path("/proc", path.stem).exists())
+
+
+def soon(holds: Callable[[], bool]) -> bool:
+    """Whether it holds within a minute."""
+    end = time.monotonic() + 60
+    while not holds() and time.monotonic() < end:
+        time.sleep(0.05)
+    return holds()

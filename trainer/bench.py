@@ -8,7 +8,7 @@ Each rung and each curve runs in a process of its own, so that neither memory no
 the next; when it is done, or out of time or memory, the record is written again, whole, with it in.
 
 Guarantees: what was measured stays when something later fails or the run is cut short; what failed is in the record
-with its reason; a rung measured again replaces its former self.
+with its reason; a rung measured again replaces its former self; Ctrl-C and SIGTERM end the processes too.
 Costs: importing and compiling for every process, half a minute on a machine that has the kernels in its cache.
 """
 
@@ -37,6 +37,9 @@ from trainer import curves, ladder
 from trainer.rungs import RUNGS, Job
 from trainer.sizes import is_random, resolve_config
 from trainer.step import Precision
+
+_started: set[subprocess.Popen[bytes]] = set()
+"""Processes that measure now, in sessions of their own, which no Ctrl-C reaches."""
 
 PACKAGES = (
     "torch", "triton", "transformers", "flash-linear-attention", "causal-conv1d", "flash-qla",
@@ -139,6 +142,7 @@ def main(args: Sequence[str] | None = None) -> int:
     )
     settings: Any = tyro.cli(commands, prog="python -m trainer.bench", args=given)
     command = "python -m trainer.bench " + shlex.join(given)
+    former = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # an exception, as Ctrl-C is
     try:
         if isinstance(settings, Table):
             found = json.loads(settings.path.read_text(encoding="utf-8"))
@@ -148,6 +152,13 @@ def main(args: Sequence[str] | None = None) -> int:
     except (ValueError, OSError, KeyError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("interrupted: the record holds what was done before", file=sys.stderr)
+        return 130
+    finally:
+        for process in list(_started):
+            _end(process)
+        signal.signal(signal.SIGTERM, former)
 
 
 def run_ladder(settings: Ladder, command: str) -> int:
@@ -204,7 +215,8 @@ def run_curves(settings: Curves, command: str) -> int:
             gpus.put(gpu)
         return {**found, "file": lines.name, "command": command, "commit": commit}
 
-    with ThreadPoolExecutor(max_workers=settings.at_once) as pool:
+    pool = ThreadPoolExecutor(max_workers=settings.at_once)
+    try:
         running = {pool.submit(train, name): name for name in names}
         for future in as_completed(running):
             name, result = running[future], future.result()
@@ -213,6 +225,8 @@ def run_curves(settings: Curves, command: str) -> int:
             notes = f"{curves.NOTES} {settings.notes}".strip()
             write_whole(path, describe("curves", settings, command, found, notes) | {"variants": results})
             print(f"{name}: {result['status']} {result.get('detail', '')}", flush=True)
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)  # after Ctrl-C the threads wait for processes that end next
     print(f"{path}\n\n{curves.table(json.loads(path.read_text(encoding='utf-8')))}")
     return int(any(results[name]["status"] not in ("ok", "out of time") for name in names))
 
@@ -256,14 +270,14 @@ def in_a_process(module: str, job: dict[str, Any], *, timeout: float, gpu: str =
                 stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
                 env=os.environ | ({"CUDA_VISIBLE_DEVICES": gpu} if gpu else {}),
             )  # fmt: skip
+            _started.add(process)
             try:
                 code: int | None = process.wait(timeout)
             except subprocess.TimeoutExpired:
                 code = None
             finally:
-                if process.poll() is None:  # too slow, or this program was interrupted
-                    os.killpg(process.pid, signal.SIGKILL)
-                    process.wait()
+                _end(process)  # too slow, or this program was interrupted
+                _started.discard(process)
         result = json.loads(result_file.read_text(encoding="utf-8")) if result_file.exists() else {}
         printed = log.read_text(encoding="utf-8", errors="replace").strip()
     if code != 0:
@@ -273,6 +287,13 @@ def in_a_process(module: str, job: dict[str, Any], *, timeout: float, gpu: str =
     if code:
         return {**result, "status": "failed", "detail": printed.splitlines()[-1][:300] if printed else f"exit {code}"}
     return dict(result)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Kill it, with what it started, if it still runs."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def describe(what: str, settings: Common, command: str, found: ladder.Figures, notes: str) -> dict[str, Any]:

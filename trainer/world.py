@@ -53,10 +53,11 @@ def world_size() -> int:
 
 
 def all_sum(values: list[int], *, device: torch.device) -> list[int]:
-    """Sum each value over all ranks."""
+    """Sum each value over all ranks; several ranks wait for their devices once."""
     if world_size() == 1:
         return values
-    tensor = torch.tensor(values, dtype=torch.int64, device=device)
+    pinned = torch.tensor(values, dtype=torch.int64, pin_memory=device.type == "cuda")  # else its copy would wait too
+    tensor = pinned.to(device, non_blocking=True)
     dist.all_reduce(tensor)
     return [int(value) for value in tensor.tolist()]
 

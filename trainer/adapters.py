@@ -219,7 +219,7 @@ class Settings:
 
 
 def main() -> int:
-    """The command line. Returns the exit status: 0, or 1 where nothing was written."""
+    """The command line. Returns the exit status: 0, or 1 where nothing was written, 130 after Ctrl-C."""
     settings = tyro.extras.subcommand_cli_from_dict({"merge": Settings}, prog="python -m trainer.adapters")
     try:
         source = weights_folder(settings.source)
@@ -231,6 +231,9 @@ def main() -> int:
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print(f"\ninterrupted: {settings.out} is as it was", file=sys.stderr)
+        return 130
     return 0
 
 

@@ -251,7 +251,7 @@ def _plain(number: float) -> float | str:
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code: 0, 1 if a check failed, 2 if nothing could be examined."""
+    """Run the command line; returns 0, 1 if a check failed, 2 if nothing could be examined, 130 after Ctrl-C."""
     settings = tyro.cli(Settings, prog="python -m trainer.doctor", args=args, config=(tyro.conf.FlagCreatePairsOff,))
     name = settings.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if name == "cuda" and not torch.cuda.is_available():
@@ -264,7 +264,11 @@ def main(args: Sequence[str] | None = None) -> int:
         print(f"{key:<20}{text}")
     for choice in kernels.table:
         print(f"  {choice.operation:<17} {choice.implementation} {choice.version} ({choice.why})")
-    _examine_all(report, kernels, device, settings)
+    try:
+        _examine_all(report, kernels, device, settings)
+    except KeyboardInterrupt:
+        print(f"\ninterrupted after {len(report.findings)} checks", file=sys.stderr)
+        return 130
     print(f"warm-up and compilation {report.warm_up_seconds:.1f} s, checks {report.check_seconds:.1f} s")
     if settings.json:
         settings.json.write_text(report.to_json(kernels), encoding="utf-8")

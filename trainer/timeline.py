@@ -376,7 +376,7 @@ class Settings:
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code: 0, or 2 for a file that is no trace."""
+    """Run the command line; returns the exit code: 0, 2 for a file that is no trace, 130 after Ctrl-C."""
     settings = tyro.cli(Settings, prog="python -m trainer.timeline", args=args, config=(tyro.conf.FlagCreatePairsOff,))
     found: dict[str, dict[str, Any]] = {}
     try:
@@ -391,6 +391,8 @@ def main(args: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        return 130
     print(json.dumps(found, indent=1) if settings.json else table(found))
     return 0
 

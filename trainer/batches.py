@@ -178,7 +178,7 @@ class Reader:
         docs: list[int] = []
         micro = []
         for ids in share:
-            found = [self.dataset[int(i)] for i in ids]
+            found = [self._row(int(i)) for i in ids]
             docs.extend(int(doc) for row in found for doc in row.doc_ids)
             batch = make_batch(found or [self._padding()], max_seqlen=self._max_seqlen())
             micro.append(batch.pin() if self.pin else batch)
@@ -189,6 +189,18 @@ class Reader:
         while len(rows := plan.rows(rows_seen=rows_seen)):
             yield self.read(rows)
             rows_seen += len(rows)
+
+    def _row(self, number: int) -> Row:
+        """One row. Raises ValueError for an id that the rows cannot hold: an embedding would read beyond its end."""
+        row, manifest = self.dataset[number], self.dataset.manifest
+        largest = max(manifest.limits["max_token_id"], manifest.recipe["tokenizer"]["pad_token_id"])
+        if row.input_ids.min() < 0 or row.input_ids.max() > largest:
+            raise ValueError(
+                f"row {number} of {self.dataset.path} holds token ids from {row.input_ids.min()} to "
+                f"{row.input_ids.max()}, but its manifest says 0 to {largest}: the shard is damaged. "
+                f"python -m pipeline.verify {self.dataset.path} names it; pack again or copy it again"
+            )
+        return row
 
     def _max_seqlen(self) -> int:
         return int(self.dataset.manifest.limits["max_segment_tokens"])

@@ -6,6 +6,7 @@ Guarantees: every mismatch is an error of one message before any weight is read,
 from dataclasses import dataclass
 from pathlib import Path
 
+from tokenizers import Tokenizer
 from transformers import Qwen3_5TextConfig
 
 from pipeline.shards import PackedDataset
@@ -86,6 +87,13 @@ def choose_model(spec: str | None, dataset: PackedDataset, *, sample_sha256: str
     )
 
 
+def check_dataset(dataset: PackedDataset, config: ModelConfig, *, model: str) -> None:
+    """Refuse rows that this model cannot be trained on or exported after. Raises ValueError."""
+    check_vocabulary(config, dataset, model)
+    check_targets(dataset)
+    check_tokenizer(dataset)
+
+
 def check_vocabulary(config: ModelConfig, dataset: PackedDataset, model: str) -> None:
     """Refuse a model that has no embedding for a token of the dataset. Raises ValueError."""
     tokenizer = dataset.manifest.recipe["tokenizer"]
@@ -108,6 +116,17 @@ def check_targets(dataset: PackedDataset) -> None:
             f"{dataset.path} has {len(dataset)} rows and no target: no token of theirs is to be learned. Pack again; "
             "targets are what the assistant says (rejects.jsonl and --targets tell what became of it)."
         )
+
+
+def check_tokenizer(dataset: PackedDataset) -> None:
+    """Refuse a dataset whose tokenizer an export could not take along. Raises ValueError."""
+    path = dataset.path / "tokenizer" / "tokenizer.json"
+    try:
+        Tokenizer.from_file(str(path))
+    except Exception as error:  # the type that tokenizers raises
+        raise ValueError(
+            f"{path} cannot be read ({error}); the export needs it. Copy the dataset again, or pack again"
+        ) from error
 
 
 def check_memory(

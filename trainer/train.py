@@ -15,6 +15,8 @@ Costs: memory as ``trainer.memory`` says before it begins; 12 bytes a trained pa
 
 import contextlib
 import dataclasses
+import math
+import shlex
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -26,7 +28,7 @@ import tyro
 from pipeline.shards import PackedDataset
 from trainer import adapters, checkpoint, lora, memory, record, trackers, weights
 from trainer.batches import Prefetch, Reader, StepBatches
-from trainer.inputs import Inputs, check_memory, check_targets, check_vocabulary, choose_model, open_evaluation
+from trainer.inputs import Inputs, check_dataset, check_memory, choose_model, open_evaluation
 from trainer.kernels import Kernels, select
 from trainer.liveline import LiveLine
 from trainer.metrics import Metrics, Work, duration, peak_flops
@@ -35,7 +37,7 @@ from trainer.optimizer import make_optimizer
 from trainer.plan import Cursor, Plan
 from trainer.report.log import CONFIG, METRICS, TRACE
 from trainer.settings import Settings, check_settings, recompute_layers, resolve
-from trainer.step import Precision, evaluate, learning_rate, train_step
+from trainer.step import CALM_DOWN, DivergedError, Precision, evaluate, learning_rate, require_finite, train_step
 from trainer.tracing import tracer
 from trainer.warmup import row_counts, warm_up
 from trainer.world import World, barrier, join_world, on_rank_0, say
@@ -87,8 +89,9 @@ def prepare(settings: Settings, world: World) -> Inputs:
         steps=settings.steps,
     )  # fmt: skip
     config = choose_model(spec, dataset, sample_sha256=SAMPLE_TOKENIZER_SHA256)
-    check_vocabulary(config, dataset, spec or "the sample's model")
-    check_targets(dataset)
+    check_dataset(dataset, config, model=spec or "the sample's model")
+    if settings.warmup_steps >= (total := plan.steps_left(rows_seen=0)):
+        say(world, f"warning: --warmup-steps {settings.warmup_steps}, but {total} steps: the learning rate never falls")
     num_recomputed = recompute_layers(settings, num_layers=config.num_hidden_layers)
     estimate = check_memory(settings, config, dataset, world=world, num_recomputed=num_recomputed)
     return Inputs(
@@ -263,6 +266,7 @@ def loop(
     source = reader(inputs, inputs.dataset).read_all(inputs.plan, rows_seen=cursor.rows_seen)
     path = inputs.out / TRACE if settings.trace and world.rank == 0 else None
     traced = tracer(path, first=STEPS_BEFORE_TRACE, num_steps=settings.trace)
+    saved = False
     with Prefetch(source) as prefetched, traced as trace:
         for batches in metrics.time_steps(prefetched):
             step += 1
@@ -271,14 +275,18 @@ def loop(
                 total_steps=total_steps,
             )  # fmt: skip
             result = train_step(model, optimizer, batches, step=step, lr=lr, clip=settings.clip, device=world.device)
+            if saved:  # older checkpoints go once a step from the newest came out finite
+                prune(inputs, last=step)
             cursor.advance(result.num_rows)
             tokens += result.num_tokens
             metrics.step(result, rows_seen=cursor.rows_seen)
             trace.step()
             if due(step, settings.eval_every, total_steps):
                 evaluate_all(inputs, model, metrics, step=step)
-            if due(step, settings.save_every, total_steps):
+            if saved := due(step, settings.save_every, total_steps):
                 save(inputs, model, optimizer, cursor, metrics, step=step)
+    if saved:
+        prune(inputs, last=step)
     if step > first:
         metrics.say(f"{step - first} steps, {tokens:,} tokens of documents in {duration(time.perf_counter() - begun)}")
     if world.device.type == "cuda":
@@ -341,6 +349,9 @@ def evaluate_all(inputs: Inputs, model: Qwen3_5ForCausalLM, metrics: Metrics, *,
     source: Iterator[StepBatches] = (read(rows[i : i + at_once]) for i in range(0, len(rows), at_once))
     with Prefetch(source) as prefetched:
         loss = evaluate(model, prefetched, device=inputs.world.device)
+    if loss is not None and not math.isfinite(loss):
+        what_to_do = CALM_DOWN if step else f"are the weights of {inputs.settings.model} whole?"
+        raise DivergedError(f"step {step}: the loss of the evaluation is {loss}, not finite: {what_to_do}")
     metrics.evaluation(step=step, loss=loss)
 
 
@@ -353,12 +364,28 @@ def save(
     *,
     step: int,
 ) -> None:
-    """Write a checkpoint and remove those that are too old."""
-    if inputs.world.rank == 0:
+    """Write a checkpoint.
+
+    Raises:
+        ValueError: on all ranks, for weights that are not finite, and where the disk does not take it.
+    """
+
+    def write() -> None:
+        require_finite(model, step=step)
         metrics.sync()
-        checkpoint.save(inputs.out, step=step, model=model, optimizer=optimizer, cursor=cursor.state())
-        checkpoint.prune(inputs.out, keep=inputs.settings.keep, last=step)
-    barrier()
+        try:
+            checkpoint.save(inputs.out, step=step, model=model, optimizer=optimizer, cursor=cursor.state())
+        except OSError as error:
+            again = dataclasses.replace(inputs.settings, resume=True)
+            raise ValueError(f"step {step}: {error}\n{record.how_to_resume(inputs.out, again)}") from error
+
+    on_rank_0(inputs.world, write)
+
+
+def prune(inputs: Inputs, *, last: int) -> None:
+    """Remove checkpoints that are too old."""
+    if inputs.world.rank == 0:
+        checkpoint.prune(inputs.out, keep=inputs.settings.keep, last=last)
 
 
 # --------------------------------------------------------------------------------------------- 4. export
@@ -376,11 +403,10 @@ def finish(inputs: Inputs, model: Qwen3_5ForCausalLM) -> None:
         f"  record       {inputs.out / CONFIG}\n  {exported.name:<11}  {exported}",
     )
     if inputs.settings.method == "lora" and inputs.source is not None:
-        say(
-            inputs.world,
-            f"The adapter merged into the original weights:\n  python -m trainer.adapters merge --adapter {exported} "
-            f"--source {inputs.source} --out {inputs.out / 'export'}",
-        )
+        places = {"--adapter": exported, "--source": inputs.source, "--out": inputs.out / "export"}
+        options = shlex.join(str(word) for option in places.items() for word in option)
+        merge = f"python -m trainer.adapters merge {options}"
+        say(inputs.world, f"The adapter merged into the original weights:\n  {merge}")
 
 
 def export(inputs: Inputs, model: Qwen3_5ForCausalLM, out: Path) -> None:

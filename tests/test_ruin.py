@@ -1,0 +1,119 @@
+"""A run that goes wrong on the way says what and where, and leaves what was good."""
+
+import errno
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pipeline.shards import PackedDataset
+from tests.training import arguments, make_base, run
+from trainer import checkpoint, train
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    (tmp_path / "base").mkdir()
+    return make_base(tmp_path / "base")
+
+
+def test_weights_that_are_not_finite_are_neither_saved_nor_exported(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+    assert run(base, out, "--lr", "1e39", "--clip", "0", "--schedule", "constant", "--steps", "1") == 2
+    assert "step 1: the norm of the weights is" in capsys.readouterr().err
+    assert not checkpoint.steps(out)
+    assert not (out / "export").exists()
+
+
+def test_a_checkpoint_stays_until_a_step_from_the_next_one_came_out_finite(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(train, "learning_rate", lambda step, **_: 1e10 if step == 2 else 1e-3)
+    out = tmp_path / "run"
+    assert run(base, out, "--clip", "0", "--steps", "5", "--save-every", "1", "--keep", "1") == 2
+    assert "step 3" in capsys.readouterr().err
+    assert "step-00000001" in [path.name for path in checkpoint.steps(out)]
+
+
+def test_old_checkpoints_go_as_the_run_goes_on(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    counts: list[int] = []
+    original = checkpoint.save
+
+    def counted(out: Path, **rest: Any) -> None:
+        original(out, **rest)
+        counts.append(len(checkpoint.steps(out)))
+
+    monkeypatch.setattr(checkpoint, "save", counted)
+    out = tmp_path / "run"
+    assert run(base, out, "--steps", "5", "--save-every", "1", "--keep", "2") == 0
+    assert counts == [1, 2, 3, 3, 3]
+    assert [path.name for path in checkpoint.steps(out)] == ["step-00000004", "step-00000005"]
+
+
+@pytest.mark.parametrize("step", [0, 1])
+def test_an_evaluation_that_is_not_finite_stops_the_run(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], step: int
+) -> None:
+    losses = iter([float("nan")] if step == 0 else [5.0, float("inf")])
+    monkeypatch.setattr(train, "evaluate", lambda *_, **__: next(losses))
+    out = tmp_path / "run"
+    assert run(base, out, "--eval-shards", str(base / "eval"), "--eval-every", "1", "--steps", "2") == 2
+    said = capsys.readouterr().err
+    assert f"step {step}: the loss of the evaluation is" in said
+    assert ("--lr" in said) == (step == 1)
+
+
+def test_a_token_that_no_row_can_hold_names_its_row(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dataset = PackedDataset.open(base / "packed")
+    ids = np.array(dataset[3].input_ids, np.int32)
+    (shard,) = (base / "packed").glob("*.arrow")
+    content = bytearray(shard.read_bytes())
+    place = content.index(ids.tobytes())
+    content[place + 4 * 5 + 2] ^= 0x40
+    shard.write_bytes(content)
+    assert run(base, tmp_path / "run") == 2
+    said = capsys.readouterr().err
+    assert "row 3 of" in said
+    assert "pipeline.verify" in said
+
+
+def test_a_tokenizer_that_no_export_could_take_along_is_named_before_the_run_begins(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = base / "packed" / "tokenizer" / "tokenizer.json"
+    path.write_bytes(b"x" + path.read_bytes()[1:])  # as long as it was, which opening checks
+    assert run(base, tmp_path / "run") == 2
+    assert "tokenizer.json cannot be read" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_warm_up_as_long_as_the_run_is_said(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    warning = "the learning rate never falls"
+    assert run(base, tmp_path / "two", "--steps", "3", "--warmup-steps", "2") == 0
+    assert warning not in capsys.readouterr().err
+    assert run(base, tmp_path / "three", "--steps", "3", "--warmup-steps", "3") == 0
+    assert warning in capsys.readouterr().err
+
+
+def test_a_full_disk_says_which_file_and_how_to_go_on(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    original = checkpoint.save
+
+    def full(out: Path, *, step: int, **rest: Any) -> None:
+        if step == 2:
+            raise OSError(errno.ENOSPC, "No space left on device", str(out / "checkpoints" / "optimizer"))
+        original(out, step=step, **rest)
+
+    monkeypatch.setattr(checkpoint, "save", full)
+    out = tmp_path / "run"
+    assert train.main([*arguments(base, out), "--steps", "3", "--save-every", "1"]) == 2
+    said = capsys.readouterr().err
+    assert "step 2: [Errno 28] No space left on device" in said
+    assert "step-00000001; go on with:" in said
+    assert "--resume" in said

@@ -77,6 +77,7 @@ class AdamW(torch.optim.Optimizer):
                 self._update(group, block)
 
     def _begin(self, parameter: Tensor) -> None:
+        assert parameter.is_contiguous(), "a flat view of it would be a copy, and the update lost"
         state = self.state[parameter]
         wide = torch.promote_types(parameter.dtype, torch.float32)
         if parameter.dtype != wide:

@@ -7,7 +7,7 @@ by their number, so (1 x 8), (8 x 1) and (2 ranks x 4) rows have one gradient; a
 a target is safe; a loss or gradient that is not finite stops the run before the weights are touched.
 Costs: one all-reduce of a count before, one of the gradients after; the device is waited for once a step, twice where
 there are several ranks. Gradients are as narrow as the parameters; where there are several micro-steps they are added
-up in fp32, 4 bytes a parameter, and rounded once.
+up in fp32, 4 bytes a parameter, and rounded once; for adamw_bf16, chosen to save memory, in bf16.
 """
 
 import math

@@ -154,6 +154,53 @@ def test_a_curve_is_in_the_record_as_soon_as_it_is_done(
     assert json.loads(path.read_text())["variants"]["stock_padded"]["before"] == [["ours_packed"]]
 
 
+def short_curve(module: str, job: dict[str, Any], *, timeout: float, gpu: str) -> dict[str, Any]:
+    """In place of a process."""
+    job["out"].write_text("".join(json.dumps({"step": i, "loss": 5.0 - i}) + "\n" for i in range(3)))
+    return {"status": "ok"}
+
+
+def test_curves_of_other_settings_are_refused_before_anything_runs(
+    shards: Path, tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(bench, "in_a_process", short_curve)
+    command = ["curves", "--shards", str(shards), "--model", tiny, "--record", str(tmp_path), "--device", "cpu"]
+    command += ["--variants", "ours_packed"]
+    assert bench.main([*command, "--variants", "stock_padded"]) == 0
+    assert bench.main([*command, "--fp32-steps", "3", "--time-box", "9", "--at-once", "2"]) == 0
+    (path,) = tmp_path.glob("*.json")
+    before = {file: file.read_text() for file in tmp_path.iterdir()}
+    for changed, reasons in (
+        (["--lr", "3e-2", "--seed", "7"], ("lr 0.0003, now 0.03", "seed 0, now 7")),
+        (["--model", "random:0.8B"], (f"model {tiny!r}, now 'random:0.8B'",)),
+        (["--num-layers", "4"], ("num_layers 0, now 4",)),
+        (["--steps", "9", "--warmup-steps", "2"], ("steps 200, now 9", "warmup_steps 20, now 2")),
+        (["--rows-per-step", "1"], ("rows_per_step 4, now 1",)),
+        (["--precision", "fp32"], ("precision 'bf16', now 'fp32'",)),
+    ):
+        capsys.readouterr()
+        assert bench.main([*command, *changed]) == 2
+        error = capsys.readouterr().err
+        assert f"error: {path} holds stock_padded" in error
+        assert all(reason in error for reason in reasons), error
+        assert "Pass another folder as --record" in error
+    assert {file: file.read_text() for file in tmp_path.iterdir()} == before
+
+
+def test_curves_from_two_checkpoints_do_not_share_a_record(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(bench, "in_a_process", short_curve)
+    one, two = (
+        str(export(tmp_path / f"checkpoint-{seed}", model=tiny_model(seed=seed), tokenizer_dir=None, eos_token_ids=[1]))
+        for seed in (1, 2)
+    )
+    command = ["curves", "--shards", str(shards), "--record", str(tmp_path / "records"), "--device", "cpu"]
+    assert bench.main([*command, "--model", one, "--variants", "ours_packed"]) == 0
+    assert bench.main([*command, "--model", two, "--variants", "stock_padded"]) == 2
+    assert f"model {one!r}, now {two!r}" in capsys.readouterr().err
+
+
 def test_variants_at_once_are_dealt_out_to_the_gpus(
     shards: Path, tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -209,11 +256,7 @@ def test_a_curve_out_of_time_or_cut_short_is_as_long_as_it_got(shards: Path, tin
 def test_the_record_of_curves_has_a_table(
     shards: Path, tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def process(module: str, job: dict[str, Any], *, timeout: float, gpu: str) -> dict[str, Any]:
-        job["out"].write_text("".join(json.dumps({"step": i, "loss": 5.0 - i}) + "\n" for i in range(3)))
-        return {"status": "ok"}
-
-    monkeypatch.setattr(bench, "in_a_process", process)
+    monkeypatch.setattr(bench, "in_a_process", short_curve)
     command = ["curves", "--shards", str(shards), "--model", tiny, "--record", str(tmp_path), "--device", "cpu"]
     assert bench.main([*command, "--variants", "ours_packed,stock_padded"]) == 0
     assert "| `stock_padded` | 3 | 5.0 | 4.0 | 1.0 | 0.0 | 0.0 |" in capsys.readouterr().out

@@ -187,6 +187,30 @@ def test_curves_of_other_settings_are_refused_before_anything_runs(
     assert {file: file.read_text() for file in tmp_path.iterdir()} == before
 
 
+def test_a_variant_that_fails_at_once_has_no_curve(
+    shards: Path, tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ["curves", "--shards", str(shards), "--model", tiny, "--record", str(tmp_path), "--device", "cpu"]
+    command += ["--variants", "ours_packed"]
+    monkeypatch.setattr(bench, "in_a_process", short_curve)
+    assert bench.main(command) == 0
+    (path,) = tmp_path.glob("*.json")
+    assert json.loads(path.read_text())["figures"]["ours_packed_steps"]["value"] == 3
+    monkeypatch.setattr(bench, "in_a_process", lambda *_, **__: {"status": "failed", "detail": "broken"})
+    assert bench.main(command) == 1
+    assert json.loads(path.read_text())["figures"] == {}
+
+
+def test_a_model_that_there_is_not_is_one_error_of_all_curves(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(bench, "in_a_process", short_curve)
+    command = ["curves", "--shards", str(shards), "--record", str(tmp_path), "--device", "cpu"]
+    assert bench.main([*command, "--model", "random:7B"]) == 2
+    assert capsys.readouterr().err.startswith("error: --model random:7B: no such size")
+    assert not list(tmp_path.iterdir())
+
+
 def test_curves_from_two_checkpoints_do_not_share_a_record(
     shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -203,6 +203,7 @@ def run_ladder(settings: Ladder, command: str) -> int:
 def run_curves(settings: Curves, command: str) -> int:
     """Train every variant and print how far the curves lie apart."""
     names = _names(settings.variants, tuple(curves.VARIANTS), "--variants")
+    resolve_config(settings.model)  # a wrong one is one error here, not one of every variant
     kind = "curves" if is_random(settings.model) else "curves-from-checkpoint"
     path, results, shared = _begin(settings, kind, part="variants")
     about = {"settings": shared, "command": command, "commit": find_commit(settings.commit)}
@@ -214,6 +215,7 @@ def run_curves(settings: Curves, command: str) -> int:
     def train(name: str) -> dict[str, Any]:
         job = _curve(settings, name, out=path.with_name(f"{path.stem}-{name}.jsonl"))
         gpu = gpus.get()
+        job.out.unlink(missing_ok=True)  # what fails before its first step has no curve, not its former one
         try:
             found = in_a_process("trainer.curves", asdict(job), timeout=settings.time_box + 180, gpu=gpu)
         finally:

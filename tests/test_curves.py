@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import threading
 import time
 from pathlib import Path
@@ -243,6 +244,24 @@ def test_variants_at_once_are_dealt_out_to_the_gpus(
     six = ",".join(curves.VARIANTS[:6])
     assert bench.main([*command, "--at-once", "3", "--variants", six]) == 0
     assert sorted(used) == ["4"] * 4 + ["7"] * 2
+
+
+@pytest.mark.parametrize(("at_once", "variants", "used"), [(1, 3, 1), (2, 3, 2), (8, 4, 3), (8, 2, 2)])
+def test_the_record_says_how_many_gpus_were_used(
+    shards: Path, tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_once: int, variants: int, used: int
+) -> None:
+    query = tmp_path / "nvidia-smi"
+    query.write_text("#!/bin/sh\necho NVIDIA H200\n")
+    query.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,3,5")
+    monkeypatch.setattr(bench, "in_a_process", short_curve)
+    command = ["curves", "--shards", str(shards), "--model", tiny, "--record", str(tmp_path), "--device", "cuda"]
+    some = ",".join(curves.VARIANTS[:variants])
+    assert bench.main([*command, "--at-once", str(at_once), "--variants", some]) == 0
+    (path,) = tmp_path.glob("*-curves-nvidia-h200.json")
+    record = json.loads(path.read_text())
+    assert (record["machine"], record["num_gpus"]) == ("NVIDIA H200", used)
 
 
 def test_a_process_sees_the_gpu_that_it_was_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -207,15 +207,16 @@ def run_curves(settings: Curves, command: str) -> int:
     kind = "curves" if is_random(settings.model) else "curves-from-checkpoint"
     path, results, shared = _begin(settings, kind, part="variants")
     about = {"settings": shared, "command": command, "commit": find_commit(settings.commit)}
-    gpus: queue.SimpleQueue[str] = queue.SimpleQueue()
     visible = _visible_gpus() or [""]
-    for slot in range(settings.at_once):
-        gpus.put(visible[slot % len(visible)])
+    dealt = [visible[slot % len(visible)] for slot in range(min(settings.at_once, len(names)))]
+    gpus: queue.SimpleQueue[str] = queue.SimpleQueue()
+    for gpu in dealt:
+        gpus.put(gpu)
 
     def train(name: str) -> dict[str, Any]:
         job = _curve(settings, name, out=path.with_name(f"{path.stem}-{name}.jsonl"))
-        gpu = gpus.get()
         job.out.unlink(missing_ok=True)  # what fails before its first step has no curve, not its former one
+        gpu = gpus.get()
         try:
             found = in_a_process("trainer.curves", asdict(job), timeout=settings.time_box + 180, gpu=gpu)
         finally:
@@ -230,7 +231,8 @@ def run_curves(settings: Curves, command: str) -> int:
             results[name] = result
             found = curves.figures({one: curves.losses(path.with_name(r["file"])) for one, r in results.items()})
             notes = f"{curves.NOTES} {settings.notes}".strip()
-            write_whole(path, describe("curves", settings, command, found, notes) | {"variants": results})
+            record = describe("curves", settings, command, found, notes, num_gpus=len(set(dealt)))
+            write_whole(path, record | {"variants": results})
             print(f"{name}: {result['status']} {result.get('detail', '')}", flush=True)
     finally:
         pool.shutdown(wait=False, cancel_futures=True)  # after Ctrl-C the threads wait for processes that end next
@@ -258,8 +260,8 @@ def _begin(settings: Common, what: str, *, part: str) -> tuple[Path, dict[str, A
     """The record's file, the rungs or variants (``part``) that it holds already, and the settings that all share."""
     if not (settings.shards / "manifest.json").is_file():
         raise ValueError(f"--shards {settings.shards}: no dataset is there; python -m pipeline.pack writes one")
-    name, num_gpus = machine(settings.device)
-    slug = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") if num_gpus else f"{os.cpu_count()}-cores"
+    name = re.sub(r"[^a-z0-9]+", "-", machine(settings.device).lower()).strip("-")
+    slug = name if settings.device == "cuda" else f"{os.cpu_count()}-cores"
     path = settings.record / f"{datetime.now(UTC).date().isoformat()}-{what}-{slug}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     former = json.loads(path.read_text(encoding="utf-8")).get(part, {}) if path.exists() else {}
@@ -332,29 +334,30 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-def describe(what: str, settings: Common, command: str, found: ladder.Figures, notes: str) -> dict[str, Any]:
-    """A record without what was measured beside the figures."""
-    name, num_gpus = machine(settings.device)
+def describe(
+    what: str, settings: Common, command: str, found: ladder.Figures, notes: str, *, num_gpus: int = 1
+) -> dict[str, Any]:
+    """A record without what was measured beside the figures; ``num_gpus`` are those used, where there are any."""
     return {
         "what": what,
         "date": datetime.now(UTC).date().isoformat(),
         "command": command,
         "commit": find_commit(settings.commit),
-        "machine": name,
-        "num_gpus": num_gpus,
+        "machine": machine(settings.device),
+        "num_gpus": num_gpus if settings.device == "cuda" else 0,
         "versions": {"python": platform.python_version(), "cuda": torch.version.cuda, **_versions()},
         "figures": found,
         "notes": notes,
     }
 
 
-def machine(device: str) -> tuple[str, int]:
-    """Name of the machine and the number of its GPUs that are measured; takes no memory of the GPU."""
+def machine(device: str) -> str:
+    """Name of the machine; takes no memory of the GPU."""
     if device == "cuda":
         query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
         found = subprocess.run(query, capture_output=True, text=True, check=False).stdout.splitlines()
-        return found[0].strip() if found else "cuda", 1
-    return f"{os.cpu_count()} cores, {platform.processor() or platform.machine()}, {platform.system()}", 0
+        return found[0].strip() if found else "cuda"
+    return f"{os.cpu_count()} cores, {platform.processor() or platform.machine()}, {platform.system()}"
 
 
 def _versions() -> dict[str, str]:

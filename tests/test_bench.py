@@ -409,6 +409,21 @@ def test_a_record_that_does_not_say_its_settings_is_refused_but_has_a_table(
     assert "| `full_bf16` | 3,000 |" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    "path", sorted((Path(__file__).parents[1] / "data/records").glob("*.json")), ids=lambda p: p.stem
+)
+def test_records_have_a_table_or_an_error_that_names_those_that_have(
+    path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    what = json.loads(path.read_text())["what"]
+    has_table = what in ("ladder", "curves")
+    assert bench.main(["table", str(path)]) == (0 if has_table else 2)
+    printed = capsys.readouterr()
+    assert printed.out.startswith("| ") == has_table
+    if not has_table:
+        assert printed.err == f"error: {path} is a record of {what}; records of ladder and of curves have a table\n"
+
+
 def test_an_unknown_rung_or_folder_is_an_error(
     tmp_path: Path, shards: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

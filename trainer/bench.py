@@ -156,8 +156,7 @@ def main(args: Sequence[str] | None = None) -> int:
     former = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # an exception, as Ctrl-C is
     try:
         if isinstance(settings, Table):
-            found = json.loads(settings.path.read_text(encoding="utf-8"))
-            print((ladder if found["what"] == "ladder" else curves).table(found))
+            print(table(settings.path))
             return 0
         return run_ladder(settings, command) if isinstance(settings, Ladder) else run_curves(settings, command)
     except (ValueError, OSError, KeyError) as error:
@@ -170,6 +169,15 @@ def main(args: Sequence[str] | None = None) -> int:
         for process in list(_started):
             _end(process)
         signal.signal(signal.SIGTERM, former)
+
+
+def table(path: Path) -> str:
+    """The record as a Markdown table."""
+    record = json.loads(path.read_text(encoding="utf-8"))
+    tables, what = {"ladder": ladder.table, "curves": curves.table}, record.get("what")
+    if what not in tables:
+        raise ValueError(f"{path} is a record of {what}; records of {' and of '.join(tables)} have a table")
+    return tables[what](record)
 
 
 def run_ladder(settings: Ladder, command: str) -> int:

@@ -367,6 +367,63 @@ def test_the_record_holds_each_rung_as_it_finishes_and_failures_with_their_reaso
     assert "| `full_bf16` | 3,000 |" in printed
 
 
+def test_a_record_of_another_model_precision_or_dataset_is_refused(
+    shards: Path, tiny: str, tmp_path: Path, processes: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["ladder", "--shards", str(shards), "--model", tiny, "--record", str(tmp_path / "records")]
+    command += ["--device", "cpu", "--rungs", "full_bf16"]
+    processes["full_bf16"] = {"status": "ok", "runs": [measured(4, [0.1]), measured(8, [0.2])]}
+    assert bench.main(command) == 0
+    (path,) = (tmp_path / "records").iterdir()
+    before = path.read_text()
+    rows = random_rows(num_rows=4, max_tokens=64, vocab_size=199)
+    other = make_packed(tmp_path / "other", rows, max_tokens=64, vocab_size=199)
+    processes.clear()  # nothing runs
+    for changed, reason in (
+        (["--model", "random:27B"], f"model {tiny!r}, now 'random:27B'"),
+        (["--precision", "fp32"], "precision 'bf16', now 'fp32'"),
+        (["--shards", str(other)], f"dataset_id {PackedDataset.open(shards).manifest.dataset_id!r}, now "),
+    ):
+        capsys.readouterr()
+        assert bench.main([*command, "--rungs", "lora_bf16", *changed]) == 2
+        error = capsys.readouterr().err
+        assert f"error: {path} holds full_bf16" in error
+        assert reason in error
+        assert "Pass another folder as --record" in error
+    assert path.read_text() == before
+
+
+def test_a_record_that_does_not_say_its_settings_is_refused_but_has_a_table(
+    shards: Path, tiny: str, tmp_path: Path, processes: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["ladder", "--shards", str(shards), "--model", tiny, "--record", str(tmp_path), "--device", "cpu"]
+    processes["full_bf16"] = {"status": "ok", "runs": [measured(4, [0.1]), measured(8, [0.2])]}
+    assert bench.main([*command, "--rungs", "full_bf16"]) == 0
+    (path,) = tmp_path.iterdir()
+    record = json.loads(path.read_text())
+    del record["rungs"]["full_bf16"]["settings"]
+    path.write_text(json.dumps(record))
+    assert bench.main([*command, "--rungs", "full_bf16"]) == 2
+    assert f"error: {path} does not say which settings full_bf16" in capsys.readouterr().err
+    assert bench.main(["table", str(path)]) == 0
+    assert "| `full_bf16` | 3,000 |" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "path", sorted((Path(__file__).parents[1] / "data/records").glob("*.json")), ids=lambda p: p.stem
+)
+def test_records_have_a_table_or_an_error_that_names_those_that_have(
+    path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    what = json.loads(path.read_text())["what"]
+    has_table = what in ("ladder", "curves")
+    assert bench.main(["table", str(path)]) == (0 if has_table else 2)
+    printed = capsys.readouterr()
+    assert printed.out.startswith("| ") == has_table
+    if not has_table:
+        assert printed.err == f"error: {path} is a record of {what}; records of ladder and of curves have a table\n"
+
+
 def test_an_unknown_rung_or_folder_is_an_error(
     tmp_path: Path, shards: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import threading
 import time
 from pathlib import Path
@@ -154,6 +155,77 @@ def test_a_curve_is_in_the_record_as_soon_as_it_is_done(
     assert json.loads(path.read_text())["variants"]["stock_padded"]["before"] == [["ours_packed"]]
 
 
+def short_curve(module: str, job: dict[str, Any], *, timeout: float, gpu: str) -> dict[str, Any]:
+    """In place of a process."""
+    job["out"].write_text("".join(json.dumps({"step": i, "loss": 5.0 - i}) + "\n" for i in range(3)))
+    return {"status": "ok"}
+
+
+def test_curves_of_other_settings_are_refused_before_anything_runs(
+    shards: Path, tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(bench, "in_a_process", short_curve)
+    command = ["curves", "--shards", str(shards), "--model", tiny, "--record", str(tmp_path), "--device", "cpu"]
+    command += ["--variants", "ours_packed"]
+    assert bench.main([*command, "--variants", "stock_padded"]) == 0
+    assert bench.main([*command, "--fp32-steps", "3", "--time-box", "9", "--at-once", "2"]) == 0
+    (path,) = tmp_path.glob("*.json")
+    before = {file: file.read_text() for file in tmp_path.iterdir()}
+    for changed, reasons in (
+        (["--lr", "3e-2", "--seed", "7"], ("lr 0.0003, now 0.03", "seed 0, now 7")),
+        (["--model", "random:0.8B"], (f"model {tiny!r}, now 'random:0.8B'",)),
+        (["--num-layers", "4"], ("num_layers 0, now 4",)),
+        (["--steps", "9", "--warmup-steps", "2"], ("steps 200, now 9", "warmup_steps 20, now 2")),
+        (["--rows-per-step", "1"], ("rows_per_step 4, now 1",)),
+        (["--precision", "fp32"], ("precision 'bf16', now 'fp32'",)),
+    ):
+        capsys.readouterr()
+        assert bench.main([*command, *changed]) == 2
+        error = capsys.readouterr().err
+        assert f"error: {path} holds stock_padded" in error
+        assert all(reason in error for reason in reasons), error
+        assert "Pass another folder as --record" in error
+    assert {file: file.read_text() for file in tmp_path.iterdir()} == before
+
+
+def test_a_variant_that_fails_at_once_has_no_curve(
+    shards: Path, tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ["curves", "--shards", str(shards), "--model", tiny, "--record", str(tmp_path), "--device", "cpu"]
+    command += ["--variants", "ours_packed"]
+    monkeypatch.setattr(bench, "in_a_process", short_curve)
+    assert bench.main(command) == 0
+    (path,) = tmp_path.glob("*.json")
+    assert json.loads(path.read_text())["figures"]["ours_packed_steps"]["value"] == 3
+    monkeypatch.setattr(bench, "in_a_process", lambda *_, **__: {"status": "failed", "detail": "broken"})
+    assert bench.main(command) == 1
+    assert json.loads(path.read_text())["figures"] == {}
+
+
+def test_a_model_that_there_is_not_is_one_error_of_all_curves(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(bench, "in_a_process", short_curve)
+    command = ["curves", "--shards", str(shards), "--record", str(tmp_path), "--device", "cpu"]
+    assert bench.main([*command, "--model", "random:7B"]) == 2
+    assert capsys.readouterr().err.startswith("error: --model random:7B: no such size")
+    assert not list(tmp_path.iterdir())
+
+
+def test_curves_from_two_checkpoints_do_not_share_a_record(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(bench, "in_a_process", short_curve)
+    one, two = (
+        str(export(tmp_path / f"checkpoint-{seed}", model=tiny_model(seed=seed), tokenizer_dir=None, eos_token_ids=[1]))
+        for seed in (1, 2)
+    )
+    command = ["curves", "--shards", str(shards), "--record", str(tmp_path / "records"), "--device", "cpu"]
+    assert bench.main([*command, "--model", one, "--variants", "ours_packed"]) == 0
+    assert bench.main([*command, "--model", two, "--variants", "stock_padded"]) == 2
+    assert f"model {one!r}, now {two!r}" in capsys.readouterr().err
+
+
 def test_variants_at_once_are_dealt_out_to_the_gpus(
     shards: Path, tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -172,6 +244,24 @@ def test_variants_at_once_are_dealt_out_to_the_gpus(
     six = ",".join(curves.VARIANTS[:6])
     assert bench.main([*command, "--at-once", "3", "--variants", six]) == 0
     assert sorted(used) == ["4"] * 4 + ["7"] * 2
+
+
+@pytest.mark.parametrize(("at_once", "variants", "used"), [(1, 3, 1), (2, 3, 2), (8, 4, 3), (8, 2, 2)])
+def test_the_record_says_how_many_gpus_were_used(
+    shards: Path, tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_once: int, variants: int, used: int
+) -> None:
+    query = tmp_path / "nvidia-smi"
+    query.write_text("#!/bin/sh\necho NVIDIA H200\n")
+    query.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,3,5")
+    monkeypatch.setattr(bench, "in_a_process", short_curve)
+    command = ["curves", "--shards", str(shards), "--model", tiny, "--record", str(tmp_path), "--device", "cuda"]
+    some = ",".join(curves.VARIANTS[:variants])
+    assert bench.main([*command, "--at-once", str(at_once), "--variants", some]) == 0
+    (path,) = tmp_path.glob("*-curves-nvidia-h200.json")
+    record = json.loads(path.read_text())
+    assert (record["machine"], record["num_gpus"]) == ("NVIDIA H200", used)
 
 
 def test_a_process_sees_the_gpu_that_it_was_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,11 +299,7 @@ def test_a_curve_out_of_time_or_cut_short_is_as_long_as_it_got(shards: Path, tin
 def test_the_record_of_curves_has_a_table(
     shards: Path, tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def process(module: str, job: dict[str, Any], *, timeout: float, gpu: str) -> dict[str, Any]:
-        job["out"].write_text("".join(json.dumps({"step": i, "loss": 5.0 - i}) + "\n" for i in range(3)))
-        return {"status": "ok"}
-
-    monkeypatch.setattr(bench, "in_a_process", process)
+    monkeypatch.setattr(bench, "in_a_process", short_curve)
     command = ["curves", "--shards", str(shards), "--model", tiny, "--record", str(tmp_path), "--device", "cpu"]
     assert bench.main([*command, "--variants", "ours_packed,stock_padded"]) == 0
     assert "| `stock_padded` | 3 | 5.0 | 4.0 | 1.0 | 0.0 | 0.0 |" in capsys.readouterr().out

@@ -8,7 +8,8 @@ Each rung and each curve runs in a process of its own, so that neither memory no
 the next; when it is done, or out of time or memory, the record is written again, whole, with it in.
 
 Guarantees: what was measured stays when something later fails or the run is cut short; what failed is in the record
-with its reason; a rung measured again replaces its former self; Ctrl-C and SIGTERM end the processes too.
+with its reason; a rung measured again replaces its former self; a record that other settings made is refused before
+anything runs; Ctrl-C and SIGTERM end the processes too.
 Costs: importing and compiling for every process, half a minute on a machine that has the kernels in its cache.
 """
 
@@ -33,6 +34,7 @@ from typing import Annotated, Any
 import torch
 import tyro
 
+from pipeline.shards import PackedDataset
 from trainer import curves, ladder
 from trainer.rungs import RUNGS, Job
 from trainer.sizes import is_random, resolve_config
@@ -46,6 +48,15 @@ PACKAGES = (
     "torchao", "numpy",
 )  # fmt: skip
 """Their versions go into a record."""
+
+SHARED = {
+    "rungs": ("model", "precision"),
+    "variants": (
+        "model", "num_layers", "steps", "rows_per_step", "lr", "warmup_steps", "seed", "precision", "device",
+    ),
+}  # fmt: skip
+"""Settings that all rungs or variants of a record have in common, as they have the dataset: its figures compare them.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -145,8 +156,7 @@ def main(args: Sequence[str] | None = None) -> int:
     former = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # an exception, as Ctrl-C is
     try:
         if isinstance(settings, Table):
-            found = json.loads(settings.path.read_text(encoding="utf-8"))
-            print((ladder if found["what"] == "ladder" else curves).table(found))
+            print(table(settings.path))
             return 0
         return run_ladder(settings, command) if isinstance(settings, Ladder) else run_curves(settings, command)
     except (ValueError, OSError, KeyError) as error:
@@ -161,12 +171,21 @@ def main(args: Sequence[str] | None = None) -> int:
         signal.signal(signal.SIGTERM, former)
 
 
+def table(path: Path) -> str:
+    """The record as a Markdown table."""
+    record = json.loads(path.read_text(encoding="utf-8"))
+    tables, what = {"ladder": ladder.table, "curves": curves.table}, record.get("what")
+    if what not in tables:
+        raise ValueError(f"{path} is a record of {what}; records of {' and of '.join(tables)} have a table")
+    return tables[what](record)
+
+
 def run_ladder(settings: Ladder, command: str) -> int:
     """Measure the rungs and print the table."""
     names = _names(settings.rungs, tuple(RUNGS), "--rungs")
     config = resolve_config(settings.model)
-    path, former = _begin(settings, "ladder")
-    rungs: dict[str, Any] = dict(former.get("rungs", {}))
+    path, rungs, shared = _begin(settings, "ladder", part="rungs")
+    about = {"device": settings.device, "settings": shared, "command": command, "commit": find_commit(settings.commit)}
     for name in names:
         rung = RUNGS[name]
         layers = (settings.lora_layers,) if rung.method == "lora" else tuple(map(int, settings.layers.split(",")))
@@ -177,7 +196,7 @@ def run_ladder(settings: Ladder, command: str) -> int:
             precision=settings.precision, profile=settings.profile, traces=settings.traces,
         )  # fmt: skip
         result = in_a_process("trainer.rungs", asdict(job), timeout=settings.rung_timeout)
-        rungs[name] = {**result, "device": settings.device, "command": command, "commit": find_commit(settings.commit)}
+        rungs[name] = result | about
         found: ladder.Figures = {}
         for one, measured in rungs.items():
             found |= ladder.figures(one, measured, config)
@@ -192,28 +211,25 @@ def run_ladder(settings: Ladder, command: str) -> int:
 def run_curves(settings: Curves, command: str) -> int:
     """Train every variant and print how far the curves lie apart."""
     names = _names(settings.variants, tuple(curves.VARIANTS), "--variants")
-    path, former = _begin(settings, "curves" if is_random(settings.model) else "curves-from-checkpoint")
-    results: dict[str, Any] = dict(former.get("variants", {}))
-    commit = find_commit(settings.commit)
-    gpus: queue.SimpleQueue[str] = queue.SimpleQueue()
+    resolve_config(settings.model)  # a wrong one is one error here, not one of every variant
+    kind = "curves" if is_random(settings.model) else "curves-from-checkpoint"
+    path, results, shared = _begin(settings, kind, part="variants")
+    about = {"settings": shared, "command": command, "commit": find_commit(settings.commit)}
     visible = _visible_gpus() or [""]
-    for slot in range(settings.at_once):
-        gpus.put(visible[slot % len(visible)])
+    dealt = [visible[slot % len(visible)] for slot in range(min(settings.at_once, len(names)))]
+    gpus: queue.SimpleQueue[str] = queue.SimpleQueue()
+    for gpu in dealt:
+        gpus.put(gpu)
 
     def train(name: str) -> dict[str, Any]:
-        lines = path.with_name(f"{path.stem}-{name}.jsonl")
-        job = curves.Job(
-            variant=name, shards=settings.shards, model=settings.model, num_layers=settings.num_layers,
-            steps=settings.steps, fp32_steps=settings.fp32_steps, rows_per_step=settings.rows_per_step, lr=settings.lr,
-            warmup_steps=settings.warmup_steps, seed=settings.seed, time_box=settings.time_box, device=settings.device,
-            precision=settings.precision, out=lines,
-        )  # fmt: skip
+        job = _curve(settings, name, out=path.with_name(f"{path.stem}-{name}.jsonl"))
+        job.out.unlink(missing_ok=True)  # what fails before its first step has no curve, not its former one
         gpu = gpus.get()
         try:
             found = in_a_process("trainer.curves", asdict(job), timeout=settings.time_box + 180, gpu=gpu)
         finally:
             gpus.put(gpu)
-        return {**found, "file": lines.name, "command": command, "commit": commit}
+        return {**found, "file": job.out.name, **about}
 
     pool = ThreadPoolExecutor(max_workers=settings.at_once)
     try:
@@ -223,12 +239,22 @@ def run_curves(settings: Curves, command: str) -> int:
             results[name] = result
             found = curves.figures({one: curves.losses(path.with_name(r["file"])) for one, r in results.items()})
             notes = f"{curves.NOTES} {settings.notes}".strip()
-            write_whole(path, describe("curves", settings, command, found, notes) | {"variants": results})
+            record = describe("curves", settings, command, found, notes, num_gpus=len(set(dealt)))
+            write_whole(path, record | {"variants": results})
             print(f"{name}: {result['status']} {result.get('detail', '')}", flush=True)
     finally:
         pool.shutdown(wait=False, cancel_futures=True)  # after Ctrl-C the threads wait for processes that end next
     print(f"{path}\n\n{curves.table(json.loads(path.read_text(encoding='utf-8')))}")
     return int(any(results[name]["status"] not in ("ok", "out of time") for name in names))
+
+
+def _curve(settings: Curves, variant: str, *, out: Path) -> curves.Job:
+    return curves.Job(
+        variant=variant, shards=settings.shards, model=settings.model, num_layers=settings.num_layers,
+        steps=settings.steps, fp32_steps=settings.fp32_steps, rows_per_step=settings.rows_per_step, lr=settings.lr,
+        warmup_steps=settings.warmup_steps, seed=settings.seed, time_box=settings.time_box, device=settings.device,
+        precision=settings.precision, out=out,
+    )  # fmt: skip
 
 
 def _names(text: str, known: tuple[str, ...], flag: str) -> list[str]:
@@ -238,15 +264,35 @@ def _names(text: str, known: tuple[str, ...], flag: str) -> list[str]:
     return names
 
 
-def _begin(settings: Common, what: str) -> tuple[Path, dict[str, Any]]:
-    """The record's file and what it holds already."""
+def _begin(settings: Common, what: str, *, part: str) -> tuple[Path, dict[str, Any], dict[str, Any]]:
+    """The record's file, the rungs or variants (``part``) that it holds already, and the settings that all share."""
     if not (settings.shards / "manifest.json").is_file():
         raise ValueError(f"--shards {settings.shards}: no dataset is there; python -m pipeline.pack writes one")
-    name, num_gpus = machine(settings.device)
-    slug = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") if num_gpus else f"{os.cpu_count()}-cores"
+    name = re.sub(r"[^a-z0-9]+", "-", machine(settings.device).lower()).strip("-")
+    slug = name if settings.device == "cuda" else f"{os.cpu_count()}-cores"
     path = settings.record / f"{datetime.now(UTC).date().isoformat()}-{what}-{slug}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    return path, json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    former = json.loads(path.read_text(encoding="utf-8")).get(part, {}) if path.exists() else {}
+    shared = {field: getattr(settings, field) for field in SHARED[part]}
+    shared["dataset_id"] = PackedDataset.open(settings.shards).manifest.dataset_id
+    _require_same(path, former, shared)
+    return path, former, shared
+
+
+def _require_same(path: Path, former: dict[str, Any], shared: dict[str, Any]) -> None:
+    """Raise ValueError where the record holds what was measured with other settings, or does not say with which."""
+    for name, result in former.items():
+        if "settings" not in result:
+            raise ValueError(
+                f"{path} does not say which settings {name} was measured with, so nothing can be compared with it. "
+                "Pass another folder as --record"
+            )
+        found = result["settings"]
+        if others := [f"{f} {found.get(f)!r}, now {value!r}" for f, value in shared.items() if found.get(f) != value]:
+            raise ValueError(
+                f"{path} holds {name}, which was measured with other settings ({'; '.join(others)}) and would be "
+                "compared with what runs now. Pass another folder as --record, or the same settings"
+            )
 
 
 def _visible_gpus() -> list[str]:
@@ -296,29 +342,30 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-def describe(what: str, settings: Common, command: str, found: ladder.Figures, notes: str) -> dict[str, Any]:
-    """A record without what was measured beside the figures."""
-    name, num_gpus = machine(settings.device)
+def describe(
+    what: str, settings: Common, command: str, found: ladder.Figures, notes: str, *, num_gpus: int = 1
+) -> dict[str, Any]:
+    """A record without what was measured beside the figures; ``num_gpus`` are those used, where there are any."""
     return {
         "what": what,
         "date": datetime.now(UTC).date().isoformat(),
         "command": command,
         "commit": find_commit(settings.commit),
-        "machine": name,
-        "num_gpus": num_gpus,
+        "machine": machine(settings.device),
+        "num_gpus": num_gpus if settings.device == "cuda" else 0,
         "versions": {"python": platform.python_version(), "cuda": torch.version.cuda, **_versions()},
         "figures": found,
         "notes": notes,
     }
 
 
-def machine(device: str) -> tuple[str, int]:
-    """Name of the machine and the number of its GPUs that are measured; takes no memory of the GPU."""
+def machine(device: str) -> str:
+    """Name of the machine; takes no memory of the GPU."""
     if device == "cuda":
         query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
         found = subprocess.run(query, capture_output=True, text=True, check=False).stdout.splitlines()
-        return found[0].strip() if found else "cuda", 1
-    return f"{os.cpu_count()} cores, {platform.processor() or platform.machine()}, {platform.system()}", 0
+        return found[0].strip() if found else "cuda"
+    return f"{os.cpu_count()} cores, {platform.processor() or platform.machine()}, {platform.system()}"
 
 
 def _versions() -> dict[str, str]:

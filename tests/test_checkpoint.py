@@ -323,6 +323,19 @@ def test_a_save_cut_short_anywhere_leaves_the_older_one_and_no_half_one(
     assert names == ["step-00000002", "step-00000006"]
 
 
+def test_a_kill_while_a_checkpoint_is_replaced_does_not_cost_it(run: Run) -> None:
+    folder, model, optimizer = run
+    path = save_step(run, 2)
+    for go_on in (
+        lambda: load_latest(folder, model=model, optimizer=optimizer, say=pytest.fail),
+        lambda: save_step(run, 4),
+    ):
+        path.rename(path.with_name(f".tmp-old-{path.name}"))
+        go_on()
+        verify(path)
+    assert sorted(entry.name for entry in path.parent.iterdir()) == ["step-00000002", "step-00000004"]
+
+
 @pytest.mark.parametrize("delay", [0.05, 0.21])
 def test_a_process_killed_while_saving_leaves_only_whole_checkpoints(tmp_path: Path, delay: float) -> None:
     code = f"""

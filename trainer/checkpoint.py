@@ -21,10 +21,8 @@ at a time; hashing runs at several GB a second.
 Hugging Face weights, in and out, are in `trainer.weights`.
 """
 
-import glob
 import hashlib
 import json
-import os
 import re
 import shutil
 from collections.abc import Callable, Mapping
@@ -36,7 +34,10 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from pipeline.shards import hash_file, sync_directory
+from pipeline.shards import hash_file
+from trainer.folders import LEFTOVER, OLD, restore_former
+from trainer.folders import publish_folder as publish_folder  # importers take it from here too
+from trainer.folders import start_folder as start_folder
 from trainer.optimizer import MASTER, masters
 from trainer.tensors import save_file
 
@@ -49,7 +50,6 @@ FROZEN_VALUES = 256
 """How many values of each frozen parameter are hashed."""
 
 _STEP = re.compile(r"step-(\d{8,})")
-_LEFTOVER = ".tmp-"
 _LONG = {"F64": "torch.float64", "F32": "torch.float32", "F16": "torch.float16", "BF16": "torch.bfloat16"}
 
 
@@ -85,8 +85,9 @@ def save(
     A complete or damaged folder of the same step is replaced. Raises OSError where the disk is full.
     """
     final = _folder(run_dir) / f"step-{step:08d}"
+    _restore_formers(run_dir)
     for leftover in _entries(run_dir):
-        if leftover.name.startswith(_LEFTOVER):
+        if leftover.name.startswith(LEFTOVER):
             shutil.rmtree(leftover)
     temporary = start_folder(final)
     tensors, groups = _optimizer_parts(model, optimizer)
@@ -133,6 +134,7 @@ def load_latest(
     A damaged one is passed over only after `say` was told which file is wrong and where the run goes on.
     Raises CheckpointError where none is whole.
     """
+    _restore_formers(run_dir)
     reasons: list[str] = []
     for path in reversed(steps(run_dir)):
         try:
@@ -210,34 +212,10 @@ def prune(run_dir: Path, *, keep: int, last: int | None = None) -> None:
     counted = [path for path in steps(run_dir) if last is None or int(path.name.removeprefix("step-")) <= last]
     for path in counted[:-keep]:
         # Renamed first: a kill while removing leaves no half a checkpoint under its name.
-        doomed = path.with_name(f"{_LEFTOVER}{path.name}")
+        doomed = path.with_name(f"{LEFTOVER}{path.name}")
         shutil.rmtree(doomed, ignore_errors=True)
         path.rename(doomed)
         shutil.rmtree(doomed)
-
-
-def start_folder(final: Path) -> Path:
-    """A new empty folder beside `final` to write into; what a killed run left of that name is removed."""
-    final.parent.mkdir(parents=True, exist_ok=True)
-    for leftover in final.parent.glob(f"{_LEFTOVER}*-{glob.escape(final.name)}"):
-        shutil.rmtree(leftover)
-    temporary = final.with_name(f"{_LEFTOVER}new-{final.name}")
-    temporary.mkdir()
-    return temporary
-
-
-def publish_folder(temporary: Path, final: Path) -> None:
-    """Give a finished folder its name, in one step; a former one of that name is removed."""
-    for file in temporary.iterdir():
-        with file.open("rb") as handle:
-            os.fsync(handle.fileno())
-    sync_directory(temporary)
-    former = final.with_name(f"{_LEFTOVER}old-{final.name}")
-    if final.exists():
-        final.rename(former)
-    temporary.replace(final)
-    sync_directory(final.parent)
-    shutil.rmtree(former, ignore_errors=True)
 
 
 def _folder(run_dir: Path) -> Path:
@@ -246,6 +224,13 @@ def _folder(run_dir: Path) -> Path:
 
 def _entries(run_dir: Path) -> list[Path]:
     return list(_folder(run_dir).iterdir()) if _folder(run_dir).is_dir() else []
+
+
+def _restore_formers(run_dir: Path) -> None:
+    """Give a checkpoint that a killed save was about to replace its name back."""
+    for path in _entries(run_dir):
+        if path.name.startswith(OLD):
+            restore_former(path.with_name(path.name.removeprefix(OLD)))
 
 
 def _trained(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -60,14 +60,14 @@ def publish_folder(temporary: Path, final: Path) -> None:
         if final.exists():
             final.rename(former)
         temporary.replace(final)
+        sync_directory(final.parent)
+        shutil.rmtree(former, ignore_errors=True)
     except BaseException:
         restore_former(final)
         shutil.rmtree(temporary, ignore_errors=True)
-        _let_go(temporary)
         raise
-    _let_go(temporary)
-    sync_directory(final.parent)
-    shutil.rmtree(former, ignore_errors=True)
+    finally:
+        _let_go(temporary)  # last: the next one removes the former folder too
 
 
 def _hold(temporary: Path, final: Path) -> None:

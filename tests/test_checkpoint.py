@@ -1,6 +1,7 @@
 """Training state: bit-equal resume, atomic folders, damage found and named."""
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -152,6 +153,20 @@ def test_adapters_are_not_resumed_on_other_frozen_weights(tmp_path: Path) -> Non
     assert all(torch.equal(p, before[name]) for name, p in other.named_parameters())
 
 
+@pytest.mark.parametrize("part", ["last tenth", "one column in ten"])
+def test_adapters_are_not_resumed_on_a_base_that_was_trained_further_anywhere(tmp_path: Path, part: str) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(500, 400), torch.nn.Linear(400, 1))
+    model[0].requires_grad_(requires_grad=False)
+    optimizer = torch.optim.AdamW(model[1].parameters())
+    path = save(tmp_path, step=1, model=model, optimizer=optimizer, cursor=CURSOR)
+    load(path, model=model, optimizer=optimizer)
+    weight = model[0].weight.detach()
+    changed = weight[-40:] if part == "last tenth" else weight[:, 7::10]
+    changed += 1e-3
+    with pytest.raises(CheckpointError, match="frozen weights are not those that the run began with"):
+        load(path, model=model, optimizer=optimizer)
+
+
 @pytest.mark.parametrize(("saved", "here"), [("bf16", "fp32"), ("fp32", "bf16")])
 def test_a_checkpoint_of_another_precision_is_refused(tmp_path: Path, saved: str, here: str) -> None:
     dtypes = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -244,7 +259,7 @@ def test_damage_is_found_and_the_file_named(run: Run, name: str, how: str) -> No
     assert not optimizer.state
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"version": 2}'])
+@pytest.mark.parametrize("content", ["", "{", "[]", "{}", "3", '{"version": 3}', "[" * 100_000])
 def test_a_damaged_state_file_is_named(run: Run, content: str) -> None:
     path = save_step(run, 2)
     (path / "state.json").write_text(content, encoding="utf-8")
@@ -254,8 +269,8 @@ def test_a_damaged_state_file_is_named(run: Run, content: str) -> None:
 
 def test_a_later_version_is_refused(run: Run) -> None:
     file = save_step(run, 2) / "state.json"
-    file.write_text(json.dumps({**json.loads(file.read_text(encoding="utf-8")), "version": 3}), encoding="utf-8")
-    with pytest.raises(CheckpointError, match="version 3; this program reads version 2"):
+    file.write_text(json.dumps({**json.loads(file.read_text(encoding="utf-8")), "version": 4}), encoding="utf-8")
+    with pytest.raises(CheckpointError, match="version 4; this program reads version 3"):
         verify(file.parent)
 
 
@@ -310,6 +325,7 @@ def test_a_save_cut_short_anywhere_leaves_the_older_one_and_no_half_one(
         monkeypatch.setattr(checkpoint, name, wrapped)
 
     with monkeypatch.context():
+        monkeypatch.setattr(shutil, "rmtree", lambda *_, **__: None)  # a kill leaves no time to tidy up
         for name in ("save_file", "hash_file", "publish_folder"):
             dies_at_its_turn(name)
         with pytest.raises(Killed):
@@ -321,6 +337,19 @@ def test_a_save_cut_short_anywhere_leaves_the_older_one_and_no_half_one(
     save_step(run, 6)
     names = sorted(path.name for path in (folder / "checkpoints").iterdir())
     assert names == ["step-00000002", "step-00000006"]
+
+
+def test_a_kill_while_a_checkpoint_is_replaced_does_not_cost_it(run: Run) -> None:
+    folder, model, optimizer = run
+    path = save_step(run, 2)
+    for go_on in (
+        lambda: load_latest(folder, model=model, optimizer=optimizer, say=pytest.fail),
+        lambda: save_step(run, 4),
+    ):
+        path.rename(path.with_name(f".tmp-old-{path.name}"))
+        go_on()
+        verify(path)
+    assert sorted(entry.name for entry in path.parent.iterdir()) == ["step-00000002", "step-00000004"]
 
 
 @pytest.mark.parametrize("delay", [0.05, 0.21])

@@ -32,7 +32,8 @@ from tests.training import (
 )
 from trainer import checkpoint, train
 from trainer.kernels import Kernels, select
-from trainer.record import locked, require_folder
+from trainer.record import locked, read, require_folder
+from trainer.step import learning_rate
 
 
 @pytest.fixture(scope="module")
@@ -148,6 +149,24 @@ def test_recomputation_changes_nothing_and_may_change_on_resume(base: Path, tmp_
     assert final_bytes(tmp_path / "all") == final_bytes(tmp_path / "none")
 
 
+def test_what_a_divergence_asks_to_change_may_change_on_resume_and_is_recorded(base: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        interrupt_after(patch, 3)
+        assert run(base, out, *SHORT) == 130
+    changed = {"lr": 0.004, "warmup_steps": 3, "clip": 0.01}
+    words = [word for name, value in changed.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    assert run(base, out, *SHORT, *words, "--resume") == 0
+    rates = [line["lr"] for line in metrics(out) if "lr" in line]
+    wanted = [(0.01, 1), (0.01, 1), (0.004, 3), (0.004, 3)]  # it goes on as if the later values had always been so
+    for step, (peak, warmup_steps) in enumerate(wanted, start=1):
+        expected = learning_rate(step, peak=peak, schedule="cosine", warmup_steps=warmup_steps, total_steps=4)
+        assert rates[step - 1] == pytest.approx(expected), step
+    record = read(out)
+    assert {name: record["settings"][name] for name in changed} == changed
+    assert record["earlier"][0]["settings"]["lr"] == 0.01
+
+
 def test_resuming_a_finished_run_says_that_nothing_is_left(
     base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -172,9 +191,9 @@ def test_a_finished_run_can_be_extended_past_the_end_of_an_epoch(base: Path, tmp
 def test_other_settings_or_data_are_not_resumed(
     base: Path, uninterrupted: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(base, uninterrupted, *long(base), "--resume", "--lr", "0.5", "--seed", "9") == 2
+    assert run(base, uninterrupted, *long(base), "--resume", "--weight-decay", "0.5", "--seed", "9") == 2
     said = capsys.readouterr().err
-    assert "--lr: 0.01 -> 0.5" in said
+    assert "--weight-decay: 0.0 -> 0.5" in said
     assert "--seed: 0 -> 9" in said
     assert run(base, uninterrupted, *long(base), "--resume", "--shards", str(base / "eval")) == 2
     assert "dataset_id: " in capsys.readouterr().err

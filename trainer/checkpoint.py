@@ -8,23 +8,24 @@
         model.safetensors       trained parameters: the optimizer's fp32 master where there is one, else as they are
         optimizer.safetensors   the optimizer's other tensors, under the parameters' names
         rng.safetensors         states of torch's generators
-        state.json              step, cursor, the rest of the optimizer; size and xxh3_128 of the files above
+        state.json              step, cursor, the rest of the optimizer; size and xxh3_128 of the files above, and a
+                                checksum of itself
 
 Frozen parameters are not in it: a LoRA run's checkpoint is its adapters, and resuming reads the model's own weights
-again; a digest of some of their values tells whether they are still the same.
+again; a digest of some of their values tells whether they are still the same: other weights, or further trained ones,
+are noticed, a change of a few values may not be.
 
-Guarantees: after a kill at any moment a folder `step-*` is complete; what an interrupted save leaves is removed by the
-next one. Loading checks every hash first and restores everything bit by bit. Nothing is pickled.
+Guarantees: after a kill at any moment a folder `step-*` is complete; a save that fails leaves nothing, what a kill
+leaves is removed by the next one. Loading checks every hash first and restores everything bit by bit. Nothing is
+pickled.
 Costs: 12 bytes on disk for each trained parameter under AdamW, whatever the precision; tensors are written and read one
 at a time; hashing runs at several GB a second.
 
 Hugging Face weights, in and out, are in `trainer.weights`.
 """
 
-import glob
 import hashlib
 import json
-import os
 import re
 import shutil
 from collections.abc import Callable, Mapping
@@ -33,23 +34,32 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from pipeline.shards import hash_file, sync_directory
+from pipeline.shards import hash_file
+from trainer.folders import LEFTOVER, OLD, restore_former
+from trainer.folders import publish_folder as publish_folder  # importers take it from here too
+from trainer.folders import start_folder as start_folder
 from trainer.optimizer import MASTER, masters
 from trainer.tensors import save_file
 
-STATE_VERSION = 2
+STATE_VERSION = 3
 """Of the folder's layout and of state.json; a reader refuses any other."""
 
 STATE = "state.json"
 MODEL, OPTIMIZER, RNG = "model.safetensors", "optimizer.safetensors", "rng.safetensors"
-FROZEN_VALUES = 256
-"""How many values of each frozen parameter are hashed."""
+FILES = (MODEL, OPTIMIZER, RNG)
+FIELDS: dict[str, Any] = {
+    "step": int, "cursor": dict, "extra": dict, "frozen": str | None, "optimizer": str, "param_groups": list,
+    "masters": dict, "files": dict,
+}  # fmt: skip
+"""Fields of state.json beside version and checksum, and what each has to be."""
+FROZEN_VALUES = 4096
+"""About how many values of each frozen parameter are hashed; between two thirds and twice as many."""
 
 _STEP = re.compile(r"step-(\d{8,})")
-_LEFTOVER = ".tmp-"
 _LONG = {"F64": "torch.float64", "F32": "torch.float32", "F16": "torch.float16", "BF16": "torch.bfloat16"}
 
 
@@ -82,35 +92,28 @@ def save(
 ) -> Path:
     """Write RUN/checkpoints/step-XXXXXXXX and return it; `cursor` and `extra` are JSON.
 
-    A complete or damaged folder of the same step is replaced. Raises OSError where the disk is full.
+    A complete or damaged folder of the same step is replaced. Raises OSError naming the folder where the disk is full;
+    what was written until then is removed, other checkpoints stay.
     """
     final = _folder(run_dir) / f"step-{step:08d}"
-    for leftover in _entries(run_dir):
-        if leftover.name.startswith(_LEFTOVER):
-            shutil.rmtree(leftover)
-    temporary = start_folder(final)
-    tensors, groups = _optimizer_parts(model, optimizer)
-    wide = masters(optimizer)
-    parameters = _trained(model)
-    save_file({name: wide.get(p, p).detach() for name, p in parameters.items()}, temporary / MODEL)
-    save_file(tensors, temporary / OPTIMIZER)
-    save_file(_generators(), temporary / RNG)
-    state = {
-        "version": STATE_VERSION,
-        "step": step,
-        "cursor": dict(cursor),
-        "extra": dict(extra or {}),
-        "frozen": _frozen_digest(model),
-        "optimizer": type(optimizer).__name__,
-        "param_groups": groups,
-        "masters": {name: str(p.dtype) for name, p in parameters.items() if p in wide},
-        "files": {
-            name: {"bytes": (temporary / name).stat().st_size, "xxh3_128": hash_file(temporary / name)}
-            for name in (MODEL, OPTIMIZER, RNG)
-        },
-    }
-    (temporary / STATE).write_text(json.dumps(state, indent=1) + "\n", encoding="utf-8")
-    publish_folder(temporary, final)
+    try:
+        _restore_formers(run_dir)
+        for leftover in _entries(run_dir):
+            if leftover.name.startswith(LEFTOVER):
+                shutil.rmtree(leftover)
+        temporary = start_folder(final)
+        try:
+            _write(temporary, model, optimizer, {"step": step, "cursor": dict(cursor), "extra": dict(extra or {})})
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)  # it may fill the disk
+            raise
+        publish_folder(temporary, final)
+    except OSError as error:
+        raise OSError(
+            error.errno,
+            f"{final} cannot be written ({error.strerror or error}). The older checkpoints beside it are untouched: "
+            "see to the disk, then go on from the newest of them with --resume.",
+        ) from error
     return final
 
 
@@ -133,16 +136,17 @@ def load_latest(
     A damaged one is passed over only after `say` was told which file is wrong and where the run goes on.
     Raises CheckpointError where none is whole.
     """
+    _restore_formers(run_dir)
     reasons: list[str] = []
     for path in reversed(steps(run_dir)):
         try:
-            verify(path)
+            state = verify(path)
         except CheckpointError as error:
             reasons.append(str(error))
             continue
         if reasons:
             say("\n".join([*reasons, f"Going on from the older checkpoint {path}, which is whole."]))
-        return load(path, model=model, optimizer=optimizer)
+        return _restore(path, state, model, optimizer)
     if reasons:
         raise CheckpointError("\n".join([*reasons, f"No checkpoint in {_folder(run_dir)} is whole: start a new run."]))
     return None
@@ -153,7 +157,110 @@ def load(path: Path, *, model: nn.Module, optimizer: torch.optim.Optimizer) -> T
 
     Raises CheckpointError for a damaged checkpoint, or one of another model or optimizer; then nothing is changed.
     """
-    state = verify(path)
+    return _restore(path, verify(path), model, optimizer)
+
+
+def verify(path: Path) -> dict[str, Any]:
+    """Check sizes and hashes of a checkpoint's files; return state.json's content.
+
+    Raises CheckpointError naming the file, what was expected and what was found.
+    """
+    state = _read_state(path / STATE)
+    for name, expected in state["files"].items():
+        file = path / name
+        try:
+            num_bytes, xxh3_128 = expected["bytes"], expected["xxh3_128"]
+            found = file.stat().st_size if file.is_file() else "no file"
+            digest = hash_file(file) if found == num_bytes else None
+        except (OSError, KeyError, TypeError) as error:
+            raise CheckpointError(f"{file}: cannot be checked ({error!r}); the checkpoint is damaged.") from error
+        if found != num_bytes:
+            raise CheckpointError(f"{file}: {num_bytes} bytes expected, found {found}; it is damaged.")
+        if digest != xxh3_128:
+            raise CheckpointError(f"{file}: hash {xxh3_128} expected, found {digest}; it is damaged.")
+    return state
+
+
+def state_checksum(state: Mapping[str, Any]) -> str:
+    """xxh3_128 of the canonical JSON of state.json's content without its checksum."""
+    body = {name: value for name, value in state.items() if name != "checksum"}
+    canonical = json.dumps(body, sort_keys=True, separators=(",", ":"))
+    return xxhash.xxh3_128_hexdigest(canonical.encode())
+
+
+def prune(run_dir: Path, *, keep: int, last: int | None = None) -> None:
+    """Remove all but the newest `keep` checkpoints (at least 1).
+
+    `last` is the step just saved: later ones are damaged, the run went on from an older one, so they do not count.
+    """
+    if keep < 1:
+        raise ValueError(f"--keep {keep}: the newest checkpoint is always kept; use 1 or more")
+    counted = [path for path in steps(run_dir) if last is None or int(path.name.removeprefix("step-")) <= last]
+    for path in counted[:-keep]:
+        # Renamed first: a kill while removing leaves no half a checkpoint under its name.
+        doomed = path.with_name(f"{LEFTOVER}{path.name}")
+        shutil.rmtree(doomed, ignore_errors=True)
+        path.rename(doomed)
+        shutil.rmtree(doomed)
+
+
+def _folder(run_dir: Path) -> Path:
+    return run_dir / "checkpoints"
+
+
+def _entries(run_dir: Path) -> list[Path]:
+    return list(_folder(run_dir).iterdir()) if _folder(run_dir).is_dir() else []
+
+
+def _write(temporary: Path, model: nn.Module, optimizer: torch.optim.Optimizer, place: dict[str, Any]) -> None:
+    """All files of a checkpoint; `place` are the fields of state.json that say how far the run is."""
+    tensors, groups = _optimizer_parts(model, optimizer)
+    wide = masters(optimizer)
+    parameters = _trained(model)
+    save_file({name: wide.get(p, p).detach() for name, p in parameters.items()}, temporary / MODEL)
+    save_file(tensors, temporary / OPTIMIZER)
+    save_file(_generators(), temporary / RNG)
+    state = {
+        "version": STATE_VERSION,
+        **place,
+        "frozen": _frozen_digest(model),
+        "optimizer": type(optimizer).__name__,
+        "param_groups": groups,
+        "masters": {name: str(p.dtype) for name, p in parameters.items() if p in wide},
+        "files": {
+            name: {"bytes": (temporary / name).stat().st_size, "xxh3_128": hash_file(temporary / name)}
+            for name in FILES
+        },
+    }
+    state = json.loads(json.dumps(state))  # what a reader will find: no tuples, only strings as keys
+    text = json.dumps(state | {"checksum": state_checksum(state)}, indent=1) + "\n"
+    (temporary / STATE).write_text(text, encoding="utf-8")
+
+
+def _read_state(file: Path) -> dict[str, Any]:
+    """The content of state.json. Raises CheckpointError where it is damaged or of another version."""
+    try:
+        state = json.loads(file.read_text(encoding="utf-8"))
+        version = state["version"]
+        checksum = state["checksum"] if version == STATE_VERSION else None
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CheckpointError(f"{file}: cannot be read ({error!r}); the checkpoint is damaged.") from error
+    if version != STATE_VERSION:
+        raise CheckpointError(f"{file}: version {version}; this program reads version {STATE_VERSION}.")
+    if (found := state_checksum(state)) != checksum:
+        raise CheckpointError(f"{file}: checksum {checksum} expected, found {found}; it is damaged.")
+    wrong = [name for name, kind in FIELDS.items() if name not in state or not isinstance(state[name], kind)]
+    if not wrong and state["files"].keys() != set(FILES):
+        wrong = ["files"]
+    if not wrong and not all(isinstance(group, dict) and "params" in group for group in state["param_groups"]):
+        wrong = ["param_groups"]
+    if wrong:
+        raise CheckpointError(f"{file}: {', '.join(wrong)} missing or not what they have to be; it is damaged.")
+    return dict(state)
+
+
+def _restore(path: Path, state: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> TrainingState:
+    """`load` without the hashes, which have been checked."""
     parameters = _trained(model)
     with safe_open(path / MODEL, framework="pt") as opened:
         _same_tensors(path / MODEL, opened, parameters, narrow=state["masters"])
@@ -178,74 +285,11 @@ def load(path: Path, *, model: nn.Module, optimizer: torch.optim.Optimizer) -> T
     return TrainingState(step=state["step"], cursor=state["cursor"], extra=state["extra"], path=path)
 
 
-def verify(path: Path) -> dict[str, Any]:
-    """Check sizes and hashes of a checkpoint's files; return state.json's content.
-
-    Raises CheckpointError naming the file, what was expected and what was found.
-    """
-    try:
-        state: dict[str, Any] = json.loads((path / STATE).read_text(encoding="utf-8"))
-        version, files = state["version"], state["files"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path / STATE}: cannot be read ({error!r}); the checkpoint is damaged.") from error
-    if version != STATE_VERSION:
-        raise CheckpointError(f"{path / STATE}: version {version}; this program reads version {STATE_VERSION}.")
-    for name, expected in files.items():
-        file = path / name
-        found = file.stat().st_size if file.is_file() else "no file"
-        if found != expected["bytes"]:
-            raise CheckpointError(f"{file}: {expected['bytes']} bytes expected, found {found}; it is damaged.")
-        if (digest := hash_file(file)) != expected["xxh3_128"]:
-            raise CheckpointError(f"{file}: hash {expected['xxh3_128']} expected, found {digest}; it is damaged.")
-    return state
-
-
-def prune(run_dir: Path, *, keep: int, last: int | None = None) -> None:
-    """Remove all but the newest `keep` checkpoints (at least 1).
-
-    `last` is the step just saved: later ones are damaged, the run went on from an older one, so they do not count.
-    """
-    if keep < 1:
-        raise ValueError(f"--keep {keep}: the newest checkpoint is always kept; use 1 or more")
-    counted = [path for path in steps(run_dir) if last is None or int(path.name.removeprefix("step-")) <= last]
-    for path in counted[:-keep]:
-        # Renamed first: a kill while removing leaves no half a checkpoint under its name.
-        doomed = path.with_name(f"{_LEFTOVER}{path.name}")
-        shutil.rmtree(doomed, ignore_errors=True)
-        path.rename(doomed)
-        shutil.rmtree(doomed)
-
-
-def start_folder(final: Path) -> Path:
-    """A new empty folder beside `final` to write into; what a killed run left of that name is removed."""
-    final.parent.mkdir(parents=True, exist_ok=True)
-    for leftover in final.parent.glob(f"{_LEFTOVER}*-{glob.escape(final.name)}"):
-        shutil.rmtree(leftover)
-    temporary = final.with_name(f"{_LEFTOVER}new-{final.name}")
-    temporary.mkdir()
-    return temporary
-
-
-def publish_folder(temporary: Path, final: Path) -> None:
-    """Give a finished folder its name, in one step; a former one of that name is removed."""
-    for file in temporary.iterdir():
-        with file.open("rb") as handle:
-            os.fsync(handle.fileno())
-    sync_directory(temporary)
-    former = final.with_name(f"{_LEFTOVER}old-{final.name}")
-    if final.exists():
-        final.rename(former)
-    temporary.replace(final)
-    sync_directory(final.parent)
-    shutil.rmtree(former, ignore_errors=True)
-
-
-def _folder(run_dir: Path) -> Path:
-    return run_dir / "checkpoints"
-
-
-def _entries(run_dir: Path) -> list[Path]:
-    return list(_folder(run_dir).iterdir()) if _folder(run_dir).is_dir() else []
+def _restore_formers(run_dir: Path) -> None:
+    """Give a checkpoint that a killed save was about to replace its name back."""
+    for path in _entries(run_dir):
+        if path.name.startswith(OLD):
+            restore_former(path.with_name(path.name.removeprefix(OLD)))
 
 
 def _trained(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -253,12 +297,18 @@ def _trained(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def _frozen_digest(model: nn.Module) -> str | None:
-    """Hash over names, types, shapes and the first values of all frozen parameters; None where there is none."""
+    """Hash over names, types, shapes and evenly spread values of all frozen parameters; None where there is none.
+
+    Sees whatever changes most values of some parameter, such as training it; misses a change of values between those
+    that are taken. One copy of some kB from the device for each parameter.
+    """
     digest = hashlib.sha256()
     frozen = {name: p.detach() for name, p in model.named_parameters() if not p.requires_grad}
     for name, parameter in sorted(frozen.items()):
         digest.update(f"{name} {parameter.dtype} {list(parameter.shape)}".encode())
-        digest.update(parameter.reshape(-1)[:FROZEN_VALUES].contiguous().view(torch.uint8).cpu().numpy().data)
+        stride = parameter.numel() // FROZEN_VALUES | 1  # odd: else it would take the same few columns in every row
+        values = parameter.reshape(-1)[::stride].contiguous()
+        digest.update(values.view(torch.uint8).cpu().numpy().data)
     return digest.hexdigest() if frozen else None
 
 

@@ -7,8 +7,8 @@
     RUN/.lock           held by the process that writes here; the file stays, the hold ends with the process
 
 Guarantees: a folder that holds something is never written into unless the run is resumed, by one process at a time; a
-run is resumed with its own settings, dataset and model alone, but for those that only extend it or say where and how
-fast.
+run is resumed with its own settings, dataset and model alone, but for those that extend it, say where and how fast, or
+are the way out of a divergence.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ import platform
 import re
 import shlex
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,10 +43,19 @@ RECORD_VERSION = 1
 
 FREE_SETTINGS = (
     "shards", "eval_shards", "micro_rows", "steps", "epochs", "eval_every", "save_every", "keep", "out", "resume",
-    "accept_slow_kernels", "recompute", "trace", "track",
+    "accept_slow_kernels", "recompute", "trace", "track", "lr", "warmup_steps", "clip",
 )  # fmt: skip
 """Settings that may differ when a run is resumed: the dataset is known by its identity, not its path; the number of
-rows at a time on one rank, as the number of ranks, does not enter the order; the others extend or watch the run."""
+rows at a time on one rank, as the number of ranks, does not enter the order; the learning rate, its warm-up and the
+clipping are what to change after a divergence; the others extend or watch the run."""
+
+TOLD_SETTINGS = ("clip", "epochs", "lr", "steps", "warmup_steps")
+"""Those of them that change what the remaining steps do. The learning rate is computed from these and the number of
+the step, counted from the beginning of the run: it goes on as if they had always been so. Resumed after step 500 with
+``--warmup-steps 1000`` it begins at half of ``--lr``; a warm-up shorter than the steps done is over."""
+
+_TEMPORARY = f".{CONFIG}.tmp"
+"""What is left of ``config.json`` by a start that fails while it is written."""
 
 
 def default_folder(*, model: str, dataset_id: str, today: datetime.date) -> Path:
@@ -64,7 +73,11 @@ def require_folder(out: Path, *, resume: bool) -> None:
     """
     if resume and not (out / CONFIG).is_file():
         raise ValueError(f"--resume: {out / CONFIG} does not exist, so no run began there. Pass its folder as --out.")
-    if not resume and out.exists() and (not out.is_dir() or any(path.name != LOCK for path in out.iterdir())):
+    if (
+        not resume
+        and out.exists()
+        and (not out.is_dir() or any(path.name not in (LOCK, _TEMPORARY) for path in out.iterdir()))
+    ):
         raise ValueError(
             f"--out {out} exists and is not empty. Add --resume to go on with the run in it, or choose another --out."
         )
@@ -148,7 +161,7 @@ def write(out: Path, record: dict[str, Any]) -> None:
         former = read(out)
         earlier = [*former.pop("earlier", []), former]
     out.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{CONFIG}.tmp")
+    temporary = path.with_name(_TEMPORARY)
     temporary.write_text(json.dumps(record | {"earlier": earlier}, indent=2) + "\n", encoding="utf-8")
     temporary.replace(path)
 
@@ -166,28 +179,41 @@ def read(out: Path) -> dict[str, Any]:
     return dict(record)
 
 
-def require_same_run(former: dict[str, Any], record: dict[str, Any]) -> None:
+def require_same_run(former: dict[str, Any], record: dict[str, Any]) -> list[str]:
     """Check that ``record`` continues the run of ``former``.
+
+    Returns:
+        a line "--flag: then -> now" for each setting that differs, may differ, and changes what the next steps do.
 
     Raises:
         ValueError: naming each field that differs.
     """
-    before, now = (_what_decides(json.loads(json.dumps(r))) for r in (former, record))
-    if lines := [
-        f"{name}: {before.get(name)!r} -> {now.get(name)!r}"
-        for name in sorted(before.keys() | now.keys())
-        if before.get(name) != now.get(name)
-    ]:
+    former, record = (json.loads(json.dumps(r)) for r in (former, record))
+    if lines := _differences(_what_decides(former), _what_decides(record)):
         raise ValueError(
             "--resume: the run in this folder was begun with other values (then -> now):\n  "
             + "\n  ".join(lines)
             + "\nPass the same ones, or begin a new run in another --out."
         )
+    return _differences(*(_flags(r["settings"], TOLD_SETTINGS) for r in (former, record)))
+
+
+def _differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    return [
+        f"{name}: {before.get(name)!r} -> {now.get(name)!r}"
+        for name in sorted(before.keys() | now.keys())
+        if before.get(name) != now.get(name)
+    ]
+
+
+def _flags(settings: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    return {f"--{name.replace('_', '-')}": settings[name] for name in names if name in settings}
 
 
 def _what_decides(record: dict[str, Any]) -> dict[str, Any]:
     """Flat: the dataset's identity, settings by their flag, the model's configuration field by field."""
-    flags = {f"--{k.replace('_', '-')}": v for k, v in record["settings"].items() if k not in FREE_SETTINGS}
+    settings = record["settings"]
+    flags = _flags(settings, settings.keys() - set(FREE_SETTINGS))
     # Another version of transformers puts its own number there.
     model = {f"model.{k}": v for k, v in record["model"].items() if k != "transformers_version"}
     return {"dataset_id": record["dataset_id"], **flags, **model}

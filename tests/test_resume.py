@@ -3,6 +3,7 @@
 import errno
 import fcntl
 import hashlib
+import json
 import os
 import platform
 import random
@@ -271,3 +272,18 @@ def test_a_file_system_without_locks_costs_a_warning(
     monkeypatch.setattr(fcntl, "flock", refuse)
     assert run(base, tmp_path / "run", "--steps", "1") == 0
     assert "see to it that no other process trains there" in capsys.readouterr().err
+
+
+def test_what_a_diverged_run_is_told_to_change_may_change_and_is_said(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+    assert run(base, out, "--steps", "2", "--save-every", "1") == 0
+    capsys.readouterr()
+    changed = ("--lr", "1e-4", "--warmup-steps", "1", "--clip", "0.5")
+    assert run(base, out, "--steps", "3", "--save-every", "1", "--resume", *changed) == 0
+    said = capsys.readouterr().err
+    for line in ("--lr: 0.01 -> 0.0001", "--clip: 1.0 -> 0.5", "--warmup-steps: 0 -> 1"):
+        assert f"changed since the last start: {line}" in said
+    steps = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert steps[-1]["lr"] < 1e-4

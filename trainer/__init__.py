@@ -9,7 +9,7 @@
     lora      adapters; `adapters` writes and merges them
     step      forward, backward, one normalisation over all targets, clip; `optimizer` updates; world: the ranks
     weights   Hugging Face folders in and out
-    checkpoint  training state: save, find, check, resume
+    checkpoint  training state: save, find, check, resume; `folders` get their name when they are finished
     record    config.json: what was run, whether it may be resumed, by one process at a time
     metrics   metrics.jsonl; `liveline` shows the step on stderr, `trackers` are TensorBoard and W&B
     train     `python -m trainer.train`: the loop, read top to bottom; `settings`: its command line

@@ -165,7 +165,8 @@ def begin_record(inputs: Inputs, kernels: Kernels) -> None:
         memory={part.name: part.num_bytes for part in inputs.estimate.parts},
     )
     if settings.resume:
-        record.require_same_run(record.read(inputs.out), found)
+        for line in record.require_same_run(record.read(inputs.out), found):
+            say(world, f"changed since the last start: {line}")
     if world.rank == 0:
         record.write(inputs.out, found)
     barrier()

@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 
 from tests.released import COMPANIONS, whole_class, write_source, write_tokenizer
 from tests.tiny import batch_of, random_documents, tiny_model
-from trainer import adapters, weights
+from trainer import adapters, folders, weights
 from trainer.kernels import select
 from trainer.lora import adapted, add_adapters
 from trainer.model import Qwen3_5ForCausalLM
@@ -202,6 +202,7 @@ def test_a_former_adapter_is_replaced_and_another_folder_is_not(tmp_path: Path) 
     for _ in range(2):
         adapters.export(tmp_path / "a", **how)
     (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").touch()
     with pytest.raises(ValueError, match="not an adapter"):
         adapters.export(tmp_path / "mine", **how)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "mine"]
@@ -214,7 +215,7 @@ def test_an_adapter_that_reads_back_differently_never_appears(tmp_path: Path, mo
     def wrong(tensors: dict[str, Tensor], file: Path, **how: Any) -> None:
         save_file({key: -tensor for key, tensor in tensors.items()}, file, **how)
 
-    monkeypatch.setattr(adapters, "save_file", wrong)
+    monkeypatch.setattr(folders, "save_file", wrong)
     with pytest.raises(ValueError, match="differs from the model"):
         adapters.export(tmp_path / "a", model=model, source=None, rank=RANK, alpha=ALPHA)
     assert not (tmp_path / "a").exists()
@@ -298,8 +299,8 @@ def test_the_command_line_merges_and_says_what_is_wrong(
     assert str(out) in capsys.readouterr().out
     assert weights.checkpoint_keys(out).keys() == weights.checkpoint_keys(source).keys()
     command[-1] = str(source)
-    assert adapters.main() == 1
+    assert adapters.main() == 2
     assert "holds the source" in capsys.readouterr().err
     command[-3] = "random:4B"
-    assert adapters.main() == 1
+    assert adapters.main() == 2
     assert "--source random:4B" in capsys.readouterr().err

@@ -23,9 +23,9 @@ from typing import Any, Literal
 
 import torch
 import tyro
-from safetensors.torch import save_file
 from torch import Tensor
 
+from trainer.folders import publishing, read_json, refuse_replacing, save_tensors, write_json
 from trainer.lora import adapted
 from trainer.model import Qwen3_5ForCausalLM
 from trainer.weights import (
@@ -36,12 +36,11 @@ from trainer.weights import (
     compare_files,
     copy_tokenizer,
     file_keys,
+    generation_ends,
     parameter_name,
-    publishing,
     read_tensor,
     weights_folder,
     write_checkpoint,
-    write_json,
 )
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
@@ -80,13 +79,13 @@ def export(
 
     A former adapter at `out` is replaced; another folder there is refused.
     """
-    if out.exists() and (not (out / CONFIG).is_file() or out.is_symlink()):
-        raise ValueError(f"{out} exists and is not an adapter; choose another folder or remove it")
+    needed = [] if source is None else [source]
+    refuse_replacing(out, what="adapter", tensors=TENSORS, needed=needed)
     prefix = _RELEASED if for_class == "source" and source is not None and _is_released(source) else _TEXT
     tensors = _peft_tensors(model, prefix)
     base = base or (None if source is None else str(source))
     with publishing(out) as folder:
-        save_file(tensors, folder / TENSORS, metadata={"format": "pt"})
+        save_tensors(tensors, folder / TENSORS)
         write_json(folder / CONFIG, _peft_config(prefix, rank=rank, alpha=alpha, base=base))
         if eos_token_ids:
             write_json(folder / GENERATION, {"eos_token_id": list(eos_token_ids)})
@@ -122,12 +121,13 @@ def merge(source: Path, adapter: Path, out: Path, *, shard_bytes: int = SHARD_BY
             )
 
     def companions(folder: Path) -> None:
-        ends = adapter / GENERATION
-        eos_token_ids = json.loads(ends.read_text(encoding="utf-8"))["eos_token_id"] if ends.is_file() else []
+        eos_token_ids = generation_ends(adapter / GENERATION)
         tokenizer_dir = adapter if (adapter / "tokenizer.json").is_file() else None
         carry_companions(source, folder, tokenizer_dir=tokenizer_dir, eos_token_ids=eos_token_ids)
 
-    return write_checkpoint(out, source=source, tensors=tensors, companions=companions, shard_bytes=shard_bytes)
+    return write_checkpoint(
+        out, needed=[source, adapter], tensors=tensors, companions=companions, shard_bytes=shard_bytes
+    )
 
 
 def merged(weight_OI: Tensor, a_RI: Tensor, b_OR: Tensor, scale: float) -> Tensor:
@@ -143,7 +143,7 @@ def merged(weight_OI: Tensor, a_RI: Tensor, b_OR: Tensor, scale: float) -> Tenso
 
 def _is_released(source: Path) -> bool:
     """Whether the source's config.json names the class with a vision tower."""
-    config: dict[str, Any] = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    config = read_json(source / "config.json")
     names = config.get("architectures") or []
     return "Qwen3_5ForConditionalGeneration" in names if names else "text_config" in config
 
@@ -215,11 +215,11 @@ class Settings:
     source: str
     """Folder or hub id of the checkpoint that the run started from."""
     out: Path
-    """Folder to write; a former export there is replaced."""
+    """Folder to write; a former export there is replaced, anything else refused."""
 
 
 def main() -> int:
-    """The command line. Returns the exit status: 0, or 1 where nothing was written, 130 after Ctrl-C."""
+    """The command line. Returns the exit status: 0, or 2 where nothing was written, 130 after Ctrl-C."""
     settings = tyro.extras.subcommand_cli_from_dict({"merge": Settings}, prog="python -m trainer.adapters")
     try:
         source = weights_folder(settings.source)
@@ -230,7 +230,7 @@ def main() -> int:
         print(f"merged: {merge(source, settings.adapter, settings.out)}")
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
-        return 1
+        return 2
     except KeyboardInterrupt:
         print(f"\ninterrupted: {settings.out} is as it was", file=sys.stderr)
         return 130

@@ -235,8 +235,29 @@ def pair(tmp_path: Path) -> tuple[Path, Path]:
         ({"use_dora": True}, "plain LoRA alone, not use_dora"),
         ({"use_rslora": True}, "plain LoRA alone, not use_rslora"),
         ({"modules_to_save": ["lm_head"]}, "plain LoRA alone, not modules_to_save"),
-        ({"bias": "all"}, "plain LoRA alone"),
-        ({"r": 0}, "plain LoRA alone"),
+        ({"bias": "all"}, "plain LoRA alone, not bias 'all'"),
+        ({"bias": "lora_only"}, "plain LoRA alone, not bias"),
+        ({"r": 0}, "plain LoRA alone, not r 0"),
+        ({"r": 2.5}, r"plain LoRA alone, not r 2\.5"),
+        ({"lora_alpha": float("nan")}, "plain LoRA alone, not lora_alpha nan"),
+        ({"r": RANK + 1}, rf"has rank {RANK}, adapter_config\.json says r {RANK + 1}"),
+        ({"peft_type": "LOHA"}, "plain LoRA alone, not peft_type 'LOHA'"),
+        ({"peft_type": None}, "plain LoRA alone, not peft_type"),
+        *(
+            ({"init_lora_weights": way}, f"plain LoRA alone, not init_lora_weights '{way}'")
+            for way in ("pissa", "pissa_niter_4", "olora", "eva", "corda", "loftq", "lora_ga", "another")
+        ),
+        ({"alora_invocation_tokens": [5]}, "plain LoRA alone, not alora_invocation_tokens"),
+        ({"layer_replication": [[0, 4], [2, 4]]}, "plain LoRA alone, not layer_replication"),
+        ({"use_qalora": True}, "plain LoRA alone, not use_qalora"),
+        ({"target_parameters": ["mlp.up_proj.weight"]}, "plain LoRA alone, not target_parameters"),
+        ({"trainable_token_indices": [0]}, "plain LoRA alone, not trainable_token_indices"),
+        ({"rank_pattern": {"up_proj": 2}}, "plain LoRA alone, not rank_pattern"),
+        ({"alpha_pattern": {"up_proj": 2}}, "plain LoRA alone, not alpha_pattern"),
+        ({"exclude_modules": ["up_proj"]}, "plain LoRA alone, not exclude_modules"),
+        ({"layers_to_transform": 0}, "plain LoRA alone, not layers_to_transform 0"),
+        ({"lora_bias": True}, "plain LoRA alone, not lora_bias"),
+        ({"of_a_later_peft": "x"}, "plain LoRA alone, not of_a_later_peft 'x'"),
         ({"r": None}, "not an adapter's configuration"),
     ],
 )
@@ -249,6 +270,25 @@ def test_what_is_computed_otherwise_is_not_merged(
     with pytest.raises(ValueError, match=words):
         adapters.merge(source, adapter, tmp_path / "merged")
     assert not (tmp_path / "merged").exists()
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft's own call
+@pytest.mark.parametrize("initial", [True, False, "gaussian"])
+def test_an_adapter_that_peft_wrote_is_merged_as_peft_does(tmp_path: Path, *, initial: Any) -> None:
+    source = write_source(tmp_path / "source", kind="text", dtype=torch.float32)
+    config = peft.LoraConfig(
+        r=RANK, lora_alpha=8, target_modules=["up_proj", "q_proj"], init_lora_weights=initial, lora_dropout=0.1
+    )
+    model = peft.get_peft_model(whole_class("text").from_pretrained(source), config)
+    torch.manual_seed(4)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    model.save_pretrained(tmp_path / "adapter")
+    out = adapters.merge(source, tmp_path / "adapter", tmp_path / "merged")
+    expected = theirs(model.merge_and_unload())
+    torch.testing.assert_close(theirs(whole_class("text").from_pretrained(out)), expected, rtol=1e-4, atol=1e-4)
+    assert far_apart(expected, ours(loaded(source)))
 
 
 def without_a_half(key: str, tensor: Tensor) -> tuple[str, Tensor] | None:

@@ -51,7 +51,13 @@ TARGETS = (
 )
 """Every linear layer of both layer kinds, below the text model's name; PEFT matches whole names."""
 
-_OTHER_FORMULAS = ("use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "fan_in_fan_out", "modules_to_save")
+_NEUTRAL = frozenset({
+    "peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
+    "r", "lora_alpha", "lora_dropout", "bias", "target_modules", "init_lora_weights", "qalora_group_size",
+    "megatron_core", "runtime_config",
+})  # fmt: skip
+"""Fields of an adapter's configuration that do not change W + alpha / r B A, or are looked at one by one."""
+_ABSENT: tuple[object, ...] = (None, "", [], {})
 _PEFT = "base_model.model."
 _TEXT, _RELEASED = "model.", "model.language_model."
 
@@ -113,6 +119,8 @@ def merge(source: Path, adapter: Path, out: Path, *, shard_bytes: int = SHARD_BY
             if layer in left:
                 left.remove(layer)
                 a_RI, b_OR = (read_tensor(file, halves[layer][half]) for half in ("lora_A", "lora_B"))
+                if len(a_RI) != config["r"]:
+                    raise ValueError(f"{file}: {layer} has rank {len(a_RI)}, {CONFIG} says r {config['r']}")
                 weight = merged(weight, a_RI, b_OR, scale)
             yield key, weight
         if left:
@@ -179,16 +187,27 @@ def _peft_config(prefix: str, *, rank: int, alpha: float, base: str | None) -> d
 
 
 def _read_config(adapter: Path) -> dict[str, Any]:
-    """A plain LoRA's configuration. Raises ValueError for one that is computed in another way."""
+    """A plain LoRA's configuration. Raises ValueError for one that is computed in another way, or that we do not know.
+
+    Some ways of initializing change the base model's weights as well, so their names matter.
+    """
+    file = adapter / CONFIG
     try:
-        config: dict[str, Any] = json.loads((adapter / CONFIG).read_text(encoding="utf-8"))
-        sane = config["r"] >= 1 and math.isfinite(config["lora_alpha"])
+        config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        whole, finite = config["r"] >= 1 and type(config["r"]) is int, math.isfinite(config["lora_alpha"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{adapter / CONFIG}: not an adapter's configuration ({error!r})") from error
-    other = [name for name in _OTHER_FORMULAS if config.get(name)]
-    if not sane or other or config.get("bias", "none") != "none":
-        what = ", ".join(other) or "this one"
-        raise ValueError(f"{adapter / CONFIG}: merging knows plain LoRA alone, not {what}; merge it with peft")
+        raise ValueError(f"{file}: not an adapter's configuration ({error!r})") from error
+    initial = config.get("init_lora_weights")
+    plain = {
+        "peft_type": config.get("peft_type") == "LORA",
+        "r": whole,
+        "lora_alpha": finite,
+        "bias": config.get("bias") in (None, "none"),
+        "init_lora_weights": initial is None or isinstance(initial, bool) or initial == "gaussian",
+        **{name: value is False or value in _ABSENT for name, value in config.items() if name not in _NEUTRAL},
+    }
+    if other := [f"{name} {config.get(name)!r}" for name, holds in plain.items() if not holds]:
+        raise ValueError(f"{file}: merging knows plain LoRA alone, not {', '.join(other)}; merge it with peft")
     return config
 
 

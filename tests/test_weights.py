@@ -122,6 +122,7 @@ def test_missing_and_damaged_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"\x00" * 100)
     with pytest.raises(ValueError, match=r"model\.safetensors: damaged"):
         load_weights(tiny_model(), tmp_path)
+    (tmp_path / "model.safetensors").unlink()
     (tmp_path / weights.INDEX).write_text('{"weight_map": {"a": "x.safetensors"}}', encoding="utf-8")
     with pytest.raises(ValueError, match=r"has no x\.safetensors"):
         load_weights(tiny_model(), tmp_path)

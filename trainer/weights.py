@@ -19,7 +19,7 @@ import copy
 import json
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -120,7 +120,7 @@ def parameter_name(key: str) -> str | None:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    if (index := folder / INDEX).is_file():
+    if (index := folder / INDEX).is_file() and not (folder / SINGLE).is_file():  # transformers prefers the single file
         try:
             names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -179,6 +179,7 @@ def export(
     eos_token_ids: Sequence[int],
     source: Path | None = None,
     dtype: torch.dtype | None = None,
+    masters: Mapping[Tensor, Tensor] | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> Path:
     """Write a folder that transformers loads with equal logits; return it.
@@ -189,6 +190,7 @@ def export(
         eos_token_ids: where generation ends, beside what the source says.
         source: the checkpoint that the model was loaded from: gives class, keys, dtypes and all that is not trained.
         dtype: of the written weights, those that stay fp32 aside, where there is no source; by default the model's.
+        masters: the optimizer's wider value of each parameter; written where the source is wider than the parameter.
 
     A former export at `out` is replaced once the new one is complete and compared; another folder there is refused.
     Raises OSError where the disk is full; the former export stays.
@@ -197,7 +199,7 @@ def export(
     assert source is None or dtype is None, "a source's dtypes are kept"
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
-        return _own_tensors(model, dtype) if source is None else _like_source(source, model)
+        return _own_tensors(model, dtype) if source is None else _like_source(source, model, masters or {})
 
     def companions(folder: Path) -> None:
         if source is not None:
@@ -273,7 +275,9 @@ def _own_tensors(model: Qwen3_5ForCausalLM, dtype: torch.dtype | None) -> Iterat
         yield name, parameter.detach().cpu().to(parameter.dtype if dtype is None or keeps_fp32(name) else dtype)
 
 
-def _like_source(source: Path, model: Qwen3_5ForCausalLM) -> Iterator[tuple[str, Tensor]]:
+def _like_source(
+    source: Path, model: Qwen3_5ForCausalLM, masters: Mapping[Tensor, Tensor]
+) -> Iterator[tuple[str, Tensor]]:
     """The source's keys in its order: our parameters in its dtypes, and the rest as it is."""
     parameters = dict(model.named_parameters(remove_duplicate=False))  # a tied head may be stored all the same
     left = {name for name, _ in model.named_parameters()}
@@ -288,9 +292,18 @@ def _like_source(source: Path, model: Qwen3_5ForCausalLM) -> Iterator[tuple[str,
                 f"{file}: {key} {list(tensor.shape)} does not fit the model: not what the run started from"
             )
         left.discard(name)
-        yield key, parameters[name].detach().cpu().to(tensor.dtype)
+        yield key, _in_dtype_of(tensor, parameters[name], masters)
     if left:
         raise ValueError(f"{source} lacks {min(left)}: it is not what the run started from")
+
+
+def _in_dtype_of(tensor: Tensor, parameter: Tensor, masters: Mapping[Tensor, Tensor]) -> Tensor:
+    """A parameter in the dtype of the source's tensor; where that is wider, as exact as it is known."""
+    if tensor.itemsize <= parameter.itemsize:
+        return parameter.detach().cpu().to(tensor.dtype)
+    value = masters.get(parameter, parameter).detach().cpu().to(tensor.dtype)
+    # What loading rounded and training did not change is the source's own, unrounded.
+    return tensor if _same_bits(value, tensor.to(parameter.dtype).to(tensor.dtype)) else value
 
 
 def _write_shards(folder: Path, tensors: Iterator[tuple[str, Tensor]], shard_bytes: int) -> None:

@@ -95,6 +95,50 @@ def test_peft_loads_an_adapter_onto_transformers_class_with_our_logits(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter", "source"]
 
 
+@pytest.mark.parametrize("targets", ["ours", "by name"])
+@pytest.mark.parametrize("kind", ["released", "text"])
+def test_an_adapter_written_for_the_text_class_is_loaded_by_peft_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, targets: str
+) -> None:
+    source = write_source(tmp_path / "source", kind=kind)
+    model = trained(source)
+    adapter = adapters.export(tmp_path / "a", model=model, source=source, rank=RANK, alpha=ALPHA, eos_token_ids=[7])
+    if targets == "by name":
+        config = json.loads((adapter / adapters.CONFIG).read_text(encoding="utf-8"))
+        config["target_modules"] = sorted(name.rpartition(".")[2] for name in adapted(model))
+        (adapter / adapters.CONFIG).write_text(json.dumps(config), encoding="utf-8")
+    out = tmp_path / "out"
+    monkeypatch.setattr(sys, "argv", ["adapters", "text", "--adapter", str(adapter), "--out", str(out)])
+    for _ in range(2):  # a former one is replaced
+        assert adapters.main() == 0
+    load_with_peft(whole_class("text").from_pretrained(source, dtype=torch.float32), out)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+        found = peft.AutoPeftModelForCausalLM.from_pretrained(out, dtype=torch.float32)
+    assert type(found.get_base_model()).__name__ == "Qwen3_5ForCausalLM"
+    torch.testing.assert_close(theirs(found), ours(model), rtol=1e-4, atol=1e-4)
+    assert far_apart(theirs(found), ours(loaded(source)))
+    assert {path.name for path in out.iterdir()} == {path.name for path in adapter.iterdir()}
+    merged = [adapters.merge(source, folder, tmp_path / f"m-{folder.name}") for folder in (adapter, out)]
+    first, second = (load_file(folder / "model.safetensors") for folder in merged)
+    assert all(weights._same_bits(tensor, second[key]) for key, tensor in first.items())
+
+
+@pytest.mark.parametrize("place", ["adapter", ".", "mine"])
+def test_writing_for_the_text_class_replaces_nothing_else(
+    tmp_path: Path, pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, capsys: Any, place: str
+) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").touch()
+    out = str(tmp_path / place)
+    monkeypatch.setattr(sys, "argv", ["adapters", "text", "--adapter", str(pair[1]), "--out", out])
+    assert adapters.main() == 2
+    assert ("not an adapter" if place == "mine" else "holds the source") in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter", "mine", "source"]
+    assert len(load_file(pair[1] / adapters.TENSORS)) == 2 * (3 * 8 + 7)
+
+
 @pytest.mark.parametrize("spoil", ["missing", "unexpected"])
 def test_peft_itself_would_notice_a_key_that_is_not_its_own(tmp_path: Path, spoil: str) -> None:
     source = write_source(tmp_path / "source", kind="text")

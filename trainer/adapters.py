@@ -2,9 +2,11 @@
 
     export(run / "adapter", model=model, source=folder, rank=16, alpha=32.0, ...)
     python -m trainer.adapters merge --adapter RUN/adapter --source FOLDER --out FOLDER
+    python -m trainer.adapters text --adapter RUN/adapter --out FOLDER
 
 `PeftModel.from_pretrained` loads the folder onto the class that the source's config.json names (with a vision tower:
-`model.language_model.layers...`), or onto the text class where that is asked for. The targets are spelt as a pattern of
+`model.language_model.layers...`), or onto the text class, which AutoPeftModelForCausalLM takes, where that is asked for
+or written by `text`. The targets are spelt as a pattern of
 whole names, so that neither the head nor vision and MTP modules of the same short names match.
 
 Guarantees: a folder is read back and compared before it appears under its name; merging reads the original weights
@@ -149,6 +151,28 @@ def merged(weight_OI: Tensor, a_RI: Tensor, b_OR: Tensor, scale: float) -> Tenso
     return torch.addmm(weight_OI.to(exact), b_OR.to(exact), a_RI.to(exact), alpha=scale).to(weight_OI.dtype)
 
 
+def for_text(adapter: Path, out: Path) -> Path:
+    """Write an adapter anew for the text class, `Qwen3_5ForCausalLM`, whatever class it is for; return the folder.
+
+    Raises ValueError for an adapter that `merge` would refuse too.
+    """
+    refuse_replacing(out, what="adapter", tensors=TENSORS, needed=[adapter])
+    config, file = _read_config(adapter), adapter / TENSORS
+    halves = _halves(file)
+    tensors = {
+        f"{_PEFT}{layer}.{half}.weight": read_tensor(file, key)
+        for layer, keys in halves.items()
+        for half, key in keys.items()
+    }
+    with publishing(out) as folder:
+        save_tensors(tensors, folder / TENSORS)
+        carry_companions(adapter, folder, tokenizer_dir=None, eos_token_ids=[])
+        # By name: a pattern may be spelt for the other class.
+        write_json(folder / CONFIG, {**config, "target_modules": sorted(halves)})
+        compare_files(dict.fromkeys(file_keys(folder / TENSORS), folder / TENSORS), iter(tensors.items()))
+    return out
+
+
 def _is_released(source: Path) -> bool:
     """Whether the source's config.json names the class with a vision tower."""
     config = read_json(source / "config.json")
@@ -226,7 +250,7 @@ def _halves(file: Path) -> dict[str, dict[str, str]]:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Settings:
+class Merge:
     """Merge an adapter into the weights that it was trained on."""
 
     adapter: Path
@@ -237,10 +261,25 @@ class Settings:
     """Folder to write; a former export there is replaced, anything else refused."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Text:
+    """Write an adapter for the text class, which AutoPeftModelForCausalLM loads."""
+
+    adapter: Path
+    """Folder with adapter_config.json, such as RUN/adapter."""
+    out: Path
+    """Folder to write; a former adapter there is replaced, anything else refused."""
+
+
 def main() -> int:
     """The command line. Returns the exit status: 0, or 2 where nothing was written, 130 after Ctrl-C."""
-    settings = tyro.extras.subcommand_cli_from_dict({"merge": Settings}, prog="python -m trainer.adapters")
+    settings: Merge | Text = tyro.extras.subcommand_cli_from_dict(
+        {"merge": Merge, "text": Text}, prog="python -m trainer.adapters"
+    )
     try:
+        if isinstance(settings, Text):
+            print(f"for the text class: {for_text(settings.adapter, settings.out)}")
+            return 0
         source = weights_folder(settings.source)
         if source is None:
             raise ValueError(

@@ -284,7 +284,8 @@ def pair(tmp_path: Path) -> tuple[Path, Path]:
         ({"r": 0}, "plain LoRA alone, not r 0"),
         ({"r": 2.5}, r"plain LoRA alone, not r 2\.5"),
         ({"lora_alpha": float("nan")}, "plain LoRA alone, not lora_alpha nan"),
-        ({"r": RANK + 1}, rf"has rank {RANK}, adapter_config\.json says r {RANK + 1}"),
+        ({"r": RANK + 1}, rf"is \[{RANK}, \d+\], adapter_config\.json says r {RANK + 1}"),
+        ({"lora_alpha": 10**400}, "not an adapter's configuration"),
         ({"peft_type": "LOHA"}, "plain LoRA alone, not peft_type 'LOHA'"),
         ({"peft_type": None}, "plain LoRA alone, not peft_type"),
         *(
@@ -347,6 +348,18 @@ def too_wide(key: str, tensor: Tensor) -> tuple[str, Tensor]:
     return key, torch.cat([tensor, tensor], dim=1) if key.endswith("lora_A.weight") else tensor
 
 
+def of_one_value(key: str, tensor: Tensor) -> tuple[str, Tensor]:
+    return key, torch.tensor(1.0) if key.endswith("lora_A.weight") else tensor
+
+
+def of_whole_numbers(key: str, tensor: Tensor) -> tuple[str, Tensor]:
+    return key, tensor.long()
+
+
+def of_a_norm(key: str, tensor: Tensor) -> tuple[str, Tensor]:
+    return key.replace("layers.3.self_attn.o_proj", "norm"), tensor
+
+
 def of_the_vision_tower(key: str, tensor: Tensor) -> tuple[str, Tensor]:
     return key.replace("model.layers.3.mlp", "model.visual.blocks.0.mlp"), tensor
 
@@ -357,6 +370,9 @@ def of_the_vision_tower(key: str, tensor: Tensor) -> tuple[str, Tensor]:
         (without_a_half, r"one half of model\.layers\.3\.mlp\.up_proj alone"),
         (of_a_sixth_layer, r"lacks model\.layers\.5\..*is it its base model"),
         (too_wide, "belongs to another model"),
+        (of_one_value, r"is \[\], adapter_config\.json says r"),
+        (of_whole_numbers, "belongs to another model"),
+        (of_a_norm, "belongs to another model"),
         (of_the_vision_tower, "is no adapter of a text layer"),
     ],
 )

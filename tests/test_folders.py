@@ -15,7 +15,7 @@ from tests.tiny import tiny_model
 from trainer import adapters
 from trainer.lora import add_adapters
 from trainer.tensors import save_file as save_ours
-from trainer.weights import export
+from trainer.weights import export, load_weights
 
 HOW: dict[str, Any] = {"tokenizer_dir": None, "eos_token_ids": [1]}
 
@@ -198,3 +198,21 @@ def test_a_generation_config_of_any_form_is_read_or_named(tmp_path: Path, conten
     with pytest.raises(ValueError, match=rf"adapter/generation_config\.json: .*{expected}"):
         adapters.merge(source, adapter, tmp_path / "merged")
     assert not (tmp_path / "merged").exists()
+
+
+@pytest.mark.parametrize("settings", ["{}", '{"eos_token": "x"}'])
+@pytest.mark.parametrize("content", ["{}", "[]", "\xff"])
+def test_a_tokenizer_that_cannot_be_read_is_named(tmp_path: Path, content: str, settings: str) -> None:
+    source, adapter = write_source(tmp_path / "source", kind="text"), write_adapter(tmp_path / "adapter")
+    (adapter / "tokenizer.json").write_text(content, encoding="latin-1")
+    (adapter / "tokenizer_config.json").write_text(settings, encoding="utf-8")
+    with pytest.raises(ValueError, match=r"adapter: tokenizer\.json or tokenizer_config\.json cannot be read"):
+        adapters.merge(source, adapter, tmp_path / "merged")
+
+
+@pytest.mark.parametrize("name", [5, None])
+def test_an_index_that_names_no_files_is_refused(tmp_path: Path, name: Any) -> None:
+    source = write_source(tmp_path / "source", kind="text")
+    (source / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}), encoding="utf-8")
+    with pytest.raises(ValueError, match=f"has no {name}"):
+        load_weights(tiny_model(), source)

@@ -121,8 +121,8 @@ def merge(source: Path, adapter: Path, out: Path, *, shard_bytes: int = SHARD_BY
             if layer in left:
                 left.remove(layer)
                 a_RI, b_OR = (read_tensor(file, halves[layer][half]) for half in ("lora_A", "lora_B"))
-                if len(a_RI) != config["r"]:
-                    raise ValueError(f"{file}: {layer} has rank {len(a_RI)}, {CONFIG} says r {config['r']}")
+                if a_RI.shape[:1] != (config["r"],):
+                    raise ValueError(f"{file}: lora_A of {layer} is {list(a_RI.shape)}, {CONFIG} says r {config['r']}")
                 weight = merged(weight, a_RI, b_OR, scale)
             yield key, weight
         if left:
@@ -142,7 +142,9 @@ def merge(source: Path, adapter: Path, out: Path, *, shard_bytes: int = SHARD_BY
 
 def merged(weight_OI: Tensor, a_RI: Tensor, b_OR: Tensor, scale: float) -> Tensor:
     """W + scale B A, computed in fp32 (fp64 for an fp64 weight) and rounded once to the weight's dtype."""
-    if a_RI.shape != (b_OR.shape[1], weight_OI.shape[1]) or b_OR.shape[0] != weight_OI.shape[0]:
+    parts = (weight_OI, a_RI, b_OR)
+    plain = all(part.dim() == 2 and part.is_floating_point() for part in parts)
+    if not plain or a_RI.shape != (b_OR.shape[1], weight_OI.shape[1]) or b_OR.shape[0] != weight_OI.shape[0]:
         raise ValueError(
             f"an adapter of {list(b_OR.shape)} by {list(a_RI.shape)} does not fit a weight of {list(weight_OI.shape)}; "
             "it belongs to another model"
@@ -219,7 +221,7 @@ def _read_config(adapter: Path) -> dict[str, Any]:
     try:
         config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         whole, finite = config["r"] >= 1 and type(config["r"]) is int, math.isfinite(config["lora_alpha"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
         raise ValueError(f"{file}: not an adapter's configuration ({error!r})") from error
     initial = config.get("init_lora_weights")
     plain = {

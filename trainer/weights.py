@@ -122,7 +122,7 @@ def parameter_name(key: str) -> str | None:
 def _weight_files(folder: Path) -> list[Path]:
     if (index := folder / INDEX).is_file() and not (folder / SINGLE).is_file():  # transformers prefers the single file
         try:
-            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+            names = sorted(map(str, set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{index}: not a safetensors index ({error!r})") from error
     else:
@@ -347,10 +347,9 @@ def carry_companions(source: Path, target: Path, *, tokenizer_dir: Path | None, 
             shutil.copyfile(file, target / file.name)
     if tokenizer_dir is not None:
         copy_tokenizer(tokenizer_dir, target)
-    settings = target / GENERATION
-    found, ends = read_json(settings), generation_ends(settings)
+    found, ends = read_json(source / GENERATION), generation_ends(source / GENERATION)
     if new := [token for token in eos_token_ids if token not in ends]:
-        write_json(settings, {**found, "eos_token_id": [*new, *ends]})
+        write_json(target / GENERATION, {**found, "eos_token_id": [*new, *ends]})
 
 
 def generation_ends(settings: Path) -> list[int]:
@@ -367,10 +366,15 @@ def copy_tokenizer(source: Path, target: Path) -> None:
     for file in sorted(source.iterdir()):
         if file.is_file() and file.name.startswith(_TOKENIZER_FILES):
             shutil.copyfile(file, target / file.name)
-    settings = target / "tokenizer_config.json"
-    found = read_json(settings)
-    if not found or not _splits_alike(target):
-        write_json(settings, {**found, "tokenizer_class": "PreTrainedTokenizerFast"})
+    settings = "tokenizer_config.json"
+    found = read_json(source / settings)
+    try:
+        Tokenizer.from_file(str(source / "tokenizer.json"))
+        alike = bool(found) and _splits_alike(target)
+    except Exception as error:  # tokenizers raises nothing narrower
+        raise ValueError(f"{source}: tokenizer.json or {settings} cannot be read ({error!r}); pack again") from error
+    if not alike:
+        write_json(target / settings, {**found, "tokenizer_class": "PreTrainedTokenizerFast"})
     if _splits_alike(target):
         return
     if not _splits_alike(target, chosen=PreTrainedTokenizerFast):

@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 
 from tests.released import COMPANIONS, whole_class, write_source, write_tokenizer
 from tests.tiny import batch_of, random_documents, tiny_model
-from trainer import adapters, folders, weights
+from trainer import adapters, exports, weights
 from trainer.kernels import select
 from trainer.lora import adapted, add_adapters
 from trainer.model import Qwen3_5ForCausalLM
@@ -259,7 +259,7 @@ def test_an_adapter_that_reads_back_differently_never_appears(tmp_path: Path, mo
     def wrong(tensors: dict[str, Tensor], file: Path, **how: Any) -> None:
         save_file({key: -tensor for key, tensor in tensors.items()}, file, **how)
 
-    monkeypatch.setattr(folders, "save_file", wrong)
+    monkeypatch.setattr(exports, "save_file", wrong)
     with pytest.raises(ValueError, match="differs from the model"):
         adapters.export(tmp_path / "a", model=model, source=None, rank=RANK, alpha=ALPHA)
     assert not (tmp_path / "a").exists()

@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 
 from tests.released import COMPANIONS, whole_class, write_source, write_tokenizer
 from tests.tiny import batch_of, random_documents, tiny_config, tiny_model
-from trainer import folders, weights
+from trainer import exports, weights
 from trainer.kernels import select
 from trainer.model import Qwen3_5ForCausalLM
 from trainer.optimizer import make_optimizer
@@ -205,7 +205,7 @@ def test_a_bit_flipped_in_a_carried_tensor_or_a_full_disk_leaves_the_former_expo
     def loses_a_sign(tensors: dict[str, Tensor], file: Path, **how: Any) -> None:
         save_file({**tensors, key: tensors[key].abs()}, file, **how)
 
-    monkeypatch.setattr(folders, "save_file", loses_a_sign)
+    monkeypatch.setattr(exports, "save_file", loses_a_sign)
     with pytest.raises(ValueError, match=r"mtp\.layers\.0\.mlp\.up_proj\.weight differs"):
         export(out, model=model, tokenizer_dir=None, eos_token_ids=[1], source=source)
     assert bits_of(out) == before
@@ -214,7 +214,7 @@ def test_a_bit_flipped_in_a_carried_tensor_or_a_full_disk_leaves_the_former_expo
         file.write_bytes(b"half a file")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(folders, "save_file", fills_the_disk)
+    monkeypatch.setattr(exports, "save_file", fills_the_disk)
     with pytest.raises(OSError, match="No space left"):
         export(out, model=model, tokenizer_dir=None, eos_token_ids=[1], source=source)
     assert bits_of(out) == before

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from tests.released import write_tokenizer
 from tests.tiny import batch_of, random_documents, tiny_model
-from trainer import folders, weights
+from trainer import exports, weights
 from trainer.model import Qwen3_5ForCausalLM, keeps_fp32
 from trainer.sizes import resolve_config
 from trainer.weights import export, load_weights, weights_folder
@@ -238,13 +238,13 @@ def test_an_export_that_reads_back_differently_never_appears(tmp_path: Path, mon
     def writes_one_bit_wrong(tensors: dict[str, Tensor], file: Path, **how: Any) -> None:
         save_file({**tensors, "model.norm.weight": tensors["model.norm.weight"] + 1e-3}, file, **how)
 
-    monkeypatch.setattr(folders, "save_file", writes_one_bit_wrong)
+    monkeypatch.setattr(exports, "save_file", writes_one_bit_wrong)
     with pytest.raises(ValueError, match=r"model\.norm\.weight differs from the model"):
         export(tmp_path / "e", model=tiny_model(), tokenizer_dir=None, eos_token_ids=[1])
     assert not (tmp_path / "e").exists()
 
     monkeypatch.setattr(
-        folders, "save_file", lambda tensors, file, **how: save_file(dict(list(tensors.items())[1:]), file)
+        exports, "save_file", lambda tensors, file, **how: save_file(dict(list(tensors.items())[1:]), file)
     )
     with pytest.raises(ValueError, match=r"model\.embed_tokens\.weight is missing"):
         export(tmp_path / "e", model=tiny_model(), tokenizer_dir=None, eos_token_ids=[1])

@@ -27,7 +27,7 @@ import torch
 import tyro
 from torch import Tensor
 
-from trainer.folders import publishing, read_json, refuse_replacing, save_tensors, write_json
+from trainer.exports import publishing, read_json, refuse_replacing, save_tensors, write_json
 from trainer.lora import adapted
 from trainer.model import Qwen3_5ForCausalLM
 from trainer.weights import (

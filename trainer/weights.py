@@ -30,7 +30,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from trainer.folders import publishing, read_json, refuse_replacing, save_tensors, write_json
+from trainer.exports import publishing, read_json, refuse_replacing, save_tensors, write_json
 from trainer.lora import adapted
 from trainer.model import Qwen3_5ForCausalLM, keeps_fp32
 from trainer.sizes import hub_revision, is_random

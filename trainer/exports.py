@@ -1,4 +1,4 @@
-"""Folders that an export writes: what may be replaced, how one appears under its name, what lies in it.
+"""What an export may replace, how it appears under its name, what lies in it.
 
     refuse_replacing(out, what="export", tensors="model*.safetensors", needed=[source])
     with publishing(out) as folder:
@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from trainer.checkpoint import publish_folder, start_folder
+from trainer.folders import publish_folder, start_folder
 
 METADATA = {"format": "pt", "written_by": "trainer.weights"}
 """Of every file: transformers wants the first, the second tells our own; readers ignore what they do not know."""

@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 
 from tests.released import COMPANIONS, whole_class, write_source, write_tokenizer
 from tests.tiny import batch_of, random_documents, tiny_model
-from trainer import adapters, weights
+from trainer import adapters, exports, weights
 from trainer.kernels import select
 from trainer.lora import adapted, add_adapters
 from trainer.model import Qwen3_5ForCausalLM
@@ -93,6 +93,50 @@ def test_peft_loads_an_adapter_onto_transformers_class_with_our_logits(
         out / adapters.TENSORS
     )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter", "source"]
+
+
+@pytest.mark.parametrize("targets", ["ours", "by name"])
+@pytest.mark.parametrize("kind", ["released", "text"])
+def test_an_adapter_written_for_the_text_class_is_loaded_by_peft_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, targets: str
+) -> None:
+    source = write_source(tmp_path / "source", kind=kind)
+    model = trained(source)
+    adapter = adapters.export(tmp_path / "a", model=model, source=source, rank=RANK, alpha=ALPHA, eos_token_ids=[7])
+    if targets == "by name":
+        config = json.loads((adapter / adapters.CONFIG).read_text(encoding="utf-8"))
+        config["target_modules"] = sorted(name.rpartition(".")[2] for name in adapted(model))
+        (adapter / adapters.CONFIG).write_text(json.dumps(config), encoding="utf-8")
+    out = tmp_path / "out"
+    monkeypatch.setattr(sys, "argv", ["adapters", "text", "--adapter", str(adapter), "--out", str(out)])
+    for _ in range(2):  # a former one is replaced
+        assert adapters.main() == 0
+    load_with_peft(whole_class("text").from_pretrained(source, dtype=torch.float32), out)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+        found = peft.AutoPeftModelForCausalLM.from_pretrained(out, dtype=torch.float32)
+    assert type(found.get_base_model()).__name__ == "Qwen3_5ForCausalLM"
+    torch.testing.assert_close(theirs(found), ours(model), rtol=1e-4, atol=1e-4)
+    assert far_apart(theirs(found), ours(loaded(source)))
+    assert {path.name for path in out.iterdir()} == {path.name for path in adapter.iterdir()}
+    merged = [adapters.merge(source, folder, tmp_path / f"m-{folder.name}") for folder in (adapter, out)]
+    first, second = (load_file(folder / "model.safetensors") for folder in merged)
+    assert all(weights._same_bits(tensor, second[key]) for key, tensor in first.items())
+
+
+@pytest.mark.parametrize("place", ["adapter", ".", "mine"])
+def test_writing_for_the_text_class_replaces_nothing_else(
+    tmp_path: Path, pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, capsys: Any, place: str
+) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").touch()
+    out = str(tmp_path / place)
+    monkeypatch.setattr(sys, "argv", ["adapters", "text", "--adapter", str(pair[1]), "--out", out])
+    assert adapters.main() == 2
+    assert ("not an adapter" if place == "mine" else "holds the source") in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter", "mine", "source"]
+    assert len(load_file(pair[1] / adapters.TENSORS)) == 2 * (3 * 8 + 7)
 
 
 @pytest.mark.parametrize("spoil", ["missing", "unexpected"])
@@ -202,6 +246,7 @@ def test_a_former_adapter_is_replaced_and_another_folder_is_not(tmp_path: Path) 
     for _ in range(2):
         adapters.export(tmp_path / "a", **how)
     (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").touch()
     with pytest.raises(ValueError, match="not an adapter"):
         adapters.export(tmp_path / "mine", **how)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "mine"]
@@ -214,7 +259,7 @@ def test_an_adapter_that_reads_back_differently_never_appears(tmp_path: Path, mo
     def wrong(tensors: dict[str, Tensor], file: Path, **how: Any) -> None:
         save_file({key: -tensor for key, tensor in tensors.items()}, file, **how)
 
-    monkeypatch.setattr(adapters, "save_file", wrong)
+    monkeypatch.setattr(exports, "save_file", wrong)
     with pytest.raises(ValueError, match="differs from the model"):
         adapters.export(tmp_path / "a", model=model, source=None, rank=RANK, alpha=ALPHA)
     assert not (tmp_path / "a").exists()
@@ -234,8 +279,30 @@ def pair(tmp_path: Path) -> tuple[Path, Path]:
         ({"use_dora": True}, "plain LoRA alone, not use_dora"),
         ({"use_rslora": True}, "plain LoRA alone, not use_rslora"),
         ({"modules_to_save": ["lm_head"]}, "plain LoRA alone, not modules_to_save"),
-        ({"bias": "all"}, "plain LoRA alone"),
-        ({"r": 0}, "plain LoRA alone"),
+        ({"bias": "all"}, "plain LoRA alone, not bias 'all'"),
+        ({"bias": "lora_only"}, "plain LoRA alone, not bias"),
+        ({"r": 0}, "plain LoRA alone, not r 0"),
+        ({"r": 2.5}, r"plain LoRA alone, not r 2\.5"),
+        ({"lora_alpha": float("nan")}, "plain LoRA alone, not lora_alpha nan"),
+        ({"r": RANK + 1}, rf"is \[{RANK}, \d+\], adapter_config\.json says r {RANK + 1}"),
+        ({"lora_alpha": 10**400}, "not an adapter's configuration"),
+        ({"peft_type": "LOHA"}, "plain LoRA alone, not peft_type 'LOHA'"),
+        ({"peft_type": None}, "plain LoRA alone, not peft_type"),
+        *(
+            ({"init_lora_weights": way}, f"plain LoRA alone, not init_lora_weights '{way}'")
+            for way in ("pissa", "pissa_niter_4", "olora", "eva", "corda", "loftq", "lora_ga", "another")
+        ),
+        ({"alora_invocation_tokens": [5]}, "plain LoRA alone, not alora_invocation_tokens"),
+        ({"layer_replication": [[0, 4], [2, 4]]}, "plain LoRA alone, not layer_replication"),
+        ({"use_qalora": True}, "plain LoRA alone, not use_qalora"),
+        ({"target_parameters": ["mlp.up_proj.weight"]}, "plain LoRA alone, not target_parameters"),
+        ({"trainable_token_indices": [0]}, "plain LoRA alone, not trainable_token_indices"),
+        ({"rank_pattern": {"up_proj": 2}}, "plain LoRA alone, not rank_pattern"),
+        ({"alpha_pattern": {"up_proj": 2}}, "plain LoRA alone, not alpha_pattern"),
+        ({"exclude_modules": ["up_proj"]}, "plain LoRA alone, not exclude_modules"),
+        ({"layers_to_transform": 0}, "plain LoRA alone, not layers_to_transform 0"),
+        ({"lora_bias": True}, "plain LoRA alone, not lora_bias"),
+        ({"of_a_later_peft": "x"}, "plain LoRA alone, not of_a_later_peft 'x'"),
         ({"r": None}, "not an adapter's configuration"),
     ],
 )
@@ -250,6 +317,25 @@ def test_what_is_computed_otherwise_is_not_merged(
     assert not (tmp_path / "merged").exists()
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft's own call
+@pytest.mark.parametrize("initial", [True, False, "gaussian"])
+def test_an_adapter_that_peft_wrote_is_merged_as_peft_does(tmp_path: Path, *, initial: Any) -> None:
+    source = write_source(tmp_path / "source", kind="text", dtype=torch.float32)
+    config = peft.LoraConfig(
+        r=RANK, lora_alpha=8, target_modules=["up_proj", "q_proj"], init_lora_weights=initial, lora_dropout=0.1
+    )
+    model = peft.get_peft_model(whole_class("text").from_pretrained(source), config)
+    torch.manual_seed(4)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    model.save_pretrained(tmp_path / "adapter")
+    out = adapters.merge(source, tmp_path / "adapter", tmp_path / "merged")
+    expected = theirs(model.merge_and_unload())
+    torch.testing.assert_close(theirs(whole_class("text").from_pretrained(out)), expected, rtol=1e-4, atol=1e-4)
+    assert far_apart(expected, ours(loaded(source)))
+
+
 def without_a_half(key: str, tensor: Tensor) -> tuple[str, Tensor] | None:
     return None if key.endswith("layers.3.mlp.up_proj.lora_B.weight") else (key, tensor)
 
@@ -262,6 +348,18 @@ def too_wide(key: str, tensor: Tensor) -> tuple[str, Tensor]:
     return key, torch.cat([tensor, tensor], dim=1) if key.endswith("lora_A.weight") else tensor
 
 
+def of_one_value(key: str, tensor: Tensor) -> tuple[str, Tensor]:
+    return key, torch.tensor(1.0) if key.endswith("lora_A.weight") else tensor
+
+
+def of_whole_numbers(key: str, tensor: Tensor) -> tuple[str, Tensor]:
+    return key, tensor.long()
+
+
+def of_a_norm(key: str, tensor: Tensor) -> tuple[str, Tensor]:
+    return key.replace("layers.3.self_attn.o_proj", "norm"), tensor
+
+
 def of_the_vision_tower(key: str, tensor: Tensor) -> tuple[str, Tensor]:
     return key.replace("model.layers.3.mlp", "model.visual.blocks.0.mlp"), tensor
 
@@ -272,6 +370,9 @@ def of_the_vision_tower(key: str, tensor: Tensor) -> tuple[str, Tensor]:
         (without_a_half, r"one half of model\.layers\.3\.mlp\.up_proj alone"),
         (of_a_sixth_layer, r"lacks model\.layers\.5\..*is it its base model"),
         (too_wide, "belongs to another model"),
+        (of_one_value, r"is \[\], adapter_config\.json says r"),
+        (of_whole_numbers, "belongs to another model"),
+        (of_a_norm, "belongs to another model"),
         (of_the_vision_tower, "is no adapter of a text layer"),
     ],
 )
@@ -298,8 +399,8 @@ def test_the_command_line_merges_and_says_what_is_wrong(
     assert str(out) in capsys.readouterr().out
     assert weights.checkpoint_keys(out).keys() == weights.checkpoint_keys(source).keys()
     command[-1] = str(source)
-    assert adapters.main() == 1
+    assert adapters.main() == 2
     assert "holds the source" in capsys.readouterr().err
     command[-3] = "random:4B"
-    assert adapters.main() == 1
+    assert adapters.main() == 2
     assert "--source random:4B" in capsys.readouterr().err

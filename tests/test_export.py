@@ -16,11 +16,15 @@ from transformers import AutoTokenizer
 
 from tests.released import COMPANIONS, whole_class, write_source, write_tokenizer
 from tests.tiny import batch_of, random_documents, tiny_config, tiny_model
-from trainer import weights
+from trainer import exports, weights
 from trainer.kernels import select
 from trainer.model import Qwen3_5ForCausalLM
+from trainer.optimizer import make_optimizer
+from trainer.optimizer import masters as optimizer_masters
 from trainer.sizes import resolve_config
 from trainer.weights import export, load_weights
+
+PLAIN: dict[str, Any] = {"tokenizer_dir": None, "eos_token_ids": [1]}
 
 # --------------------------------------------------------------------------------------------- export like its source
 
@@ -90,6 +94,45 @@ def test_an_untrained_export_equals_its_source_bit_for_bit(tmp_path: Path, dtype
     out = export(tmp_path / "e", model=model, tokenizer_dir=None, eos_token_ids=[1], source=source)
     assert bits_of(out) == bits_of(source)
     assert [path.name for path in out.glob("*.safetensors*")] == ["model.safetensors"]
+
+
+@pytest.mark.parametrize("kept", ["no masters", "exact masters", "rounded masters"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_an_untrained_export_of_a_wider_source_equals_it_bit_for_bit(tmp_path: Path, *, kept: str, tied: bool) -> None:
+    source = write_source(tmp_path / "source", kind="released", dtype=torch.float32, tied=tied)
+    model, exact = loaded_from(source, dtype=torch.bfloat16), dict(loaded_from(source).named_parameters())
+    wide: dict[Tensor, Tensor] = {p: exact[name] for name, p in model.named_parameters() if p.dtype != torch.float32}
+    rounded = {p: p.detach().float() for p in wide}  # what an optimizer has after a step that changes nothing
+    masters = {"no masters": None, "exact masters": wide, "rounded masters": rounded}[kept]
+    out = export(tmp_path / "e", model=model, source=source, masters=masters, **PLAIN)
+    assert bits_of(out) == bits_of(source)
+
+
+def test_an_export_of_a_wider_source_has_the_masters_values_after_training(tmp_path: Path) -> None:
+    source = write_source(tmp_path / "source", kind="text", dtype=torch.float32)
+    model = loaded_from(source, dtype=torch.bfloat16)
+    optimizer = make_optimizer(model, lr=1e-3, weight_decay=0.0)
+    model(batch_of(random_documents([70]))).backward()
+    optimizer.step()
+    wide = optimizer_masters(optimizer)
+    out = export(tmp_path / "e", model=model, source=source, masters=wide, **PLAIN)
+    written, before = load_file(out / "model.safetensors"), bits_of(source)
+    assert wide
+    for name, parameter in model.named_parameters():
+        assert torch.equal(written[name], wide.get(parameter, parameter)), name
+        assert torch.equal(written[name].to(parameter.dtype), parameter), name
+        assert raw(written[name]) != before[name][2], name
+    assert not torch.equal(written["lm_head.weight"], written["lm_head.weight"].bfloat16().float())
+
+
+def test_of_a_single_file_and_an_index_the_single_file_is_read_as_transformers_does(tmp_path: Path) -> None:
+    source = write_source(tmp_path / "source", kind="text", dtype=torch.float32)
+    changed = {key: weights.read_tensor(file, key) * 2 for key, file in weights.checkpoint_keys(source).items()}
+    save_file(changed, source / "model.safetensors", metadata={"format": "pt"})
+    model, theirs = loaded_from(source), whole_class("text").from_pretrained(source).state_dict()
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, changed[name]), name
+        assert torch.equal(parameter, theirs[name]), name
 
 
 def test_a_tied_head_that_the_source_stores_follows_the_embedding(tmp_path: Path) -> None:
@@ -162,7 +205,7 @@ def test_a_bit_flipped_in_a_carried_tensor_or_a_full_disk_leaves_the_former_expo
     def loses_a_sign(tensors: dict[str, Tensor], file: Path, **how: Any) -> None:
         save_file({**tensors, key: tensors[key].abs()}, file, **how)
 
-    monkeypatch.setattr(weights, "save_file", loses_a_sign)
+    monkeypatch.setattr(exports, "save_file", loses_a_sign)
     with pytest.raises(ValueError, match=r"mtp\.layers\.0\.mlp\.up_proj\.weight differs"):
         export(out, model=model, tokenizer_dir=None, eos_token_ids=[1], source=source)
     assert bits_of(out) == before
@@ -171,7 +214,7 @@ def test_a_bit_flipped_in_a_carried_tensor_or_a_full_disk_leaves_the_former_expo
         file.write_bytes(b"half a file")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(weights, "save_file", fills_the_disk)
+    monkeypatch.setattr(exports, "save_file", fills_the_disk)
     with pytest.raises(OSError, match="No space left"):
         export(out, model=model, tokenizer_dir=None, eos_token_ids=[1], source=source)
     assert bits_of(out) == before

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from tests.released import write_tokenizer
 from tests.tiny import batch_of, random_documents, tiny_model
-from trainer import weights
+from trainer import exports, weights
 from trainer.model import Qwen3_5ForCausalLM, keeps_fp32
 from trainer.sizes import resolve_config
 from trainer.weights import export, load_weights, weights_folder
@@ -122,6 +122,7 @@ def test_missing_and_damaged_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"\x00" * 100)
     with pytest.raises(ValueError, match=r"model\.safetensors: damaged"):
         load_weights(tiny_model(), tmp_path)
+    (tmp_path / "model.safetensors").unlink()
     (tmp_path / weights.INDEX).write_text('{"weight_map": {"a": "x.safetensors"}}', encoding="utf-8")
     with pytest.raises(ValueError, match=r"has no x\.safetensors"):
         load_weights(tiny_model(), tmp_path)
@@ -227,6 +228,7 @@ def test_a_former_export_is_replaced_and_another_folder_is_not(tmp_path: Path) -
         export(out, model=model, tokenizer_dir=None, eos_token_ids=[1])
     assert_loads(out, state_of(second))
     (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").touch()
     with pytest.raises(ValueError, match="not an export"):
         export(tmp_path / "mine", model=first, tokenizer_dir=None, eos_token_ids=[1])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["e", "mine"]
@@ -236,13 +238,13 @@ def test_an_export_that_reads_back_differently_never_appears(tmp_path: Path, mon
     def writes_one_bit_wrong(tensors: dict[str, Tensor], file: Path, **how: Any) -> None:
         save_file({**tensors, "model.norm.weight": tensors["model.norm.weight"] + 1e-3}, file, **how)
 
-    monkeypatch.setattr(weights, "save_file", writes_one_bit_wrong)
+    monkeypatch.setattr(exports, "save_file", writes_one_bit_wrong)
     with pytest.raises(ValueError, match=r"model\.norm\.weight differs from the model"):
         export(tmp_path / "e", model=tiny_model(), tokenizer_dir=None, eos_token_ids=[1])
     assert not (tmp_path / "e").exists()
 
     monkeypatch.setattr(
-        weights, "save_file", lambda tensors, file, **how: save_file(dict(list(tensors.items())[1:]), file)
+        exports, "save_file", lambda tensors, file, **how: save_file(dict(list(tensors.items())[1:]), file)
     )
     with pytest.raises(ValueError, match=r"model\.embed_tokens\.weight is missing"):
         export(tmp_path / "e", model=tiny_model(), tokenizer_dir=None, eos_token_ids=[1])

@@ -2,9 +2,11 @@
 
     export(run / "adapter", model=model, source=folder, rank=16, alpha=32.0, ...)
     python -m trainer.adapters merge --adapter RUN/adapter --source FOLDER --out FOLDER
+    python -m trainer.adapters text --adapter RUN/adapter --out FOLDER
 
 `PeftModel.from_pretrained` loads the folder onto the class that the source's config.json names (with a vision tower:
-`model.language_model.layers...`), or onto the text class where that is asked for. The targets are spelt as a pattern of
+`model.language_model.layers...`), or onto the text class, which AutoPeftModelForCausalLM takes, where that is asked for
+or written by `text`. The targets are spelt as a pattern of
 whole names, so that neither the head nor vision and MTP modules of the same short names match.
 
 Guarantees: a folder is read back and compared before it appears under its name; merging reads the original weights
@@ -23,9 +25,9 @@ from typing import Any, Literal
 
 import torch
 import tyro
-from safetensors.torch import save_file
 from torch import Tensor
 
+from trainer.exports import publishing, read_json, refuse_replacing, save_tensors, write_json
 from trainer.lora import adapted
 from trainer.model import Qwen3_5ForCausalLM
 from trainer.weights import (
@@ -36,12 +38,11 @@ from trainer.weights import (
     compare_files,
     copy_tokenizer,
     file_keys,
+    generation_ends,
     parameter_name,
-    publishing,
     read_tensor,
     weights_folder,
     write_checkpoint,
-    write_json,
 )
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
@@ -52,7 +53,13 @@ TARGETS = (
 )
 """Every linear layer of both layer kinds, below the text model's name; PEFT matches whole names."""
 
-_OTHER_FORMULAS = ("use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "fan_in_fan_out", "modules_to_save")
+_NEUTRAL = frozenset({
+    "peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
+    "r", "lora_alpha", "lora_dropout", "bias", "target_modules", "init_lora_weights", "qalora_group_size",
+    "megatron_core", "runtime_config",
+})  # fmt: skip
+"""Fields of an adapter's configuration that do not change W + alpha / r B A, or are looked at one by one."""
+_ABSENT: tuple[object, ...] = (None, "", [], {})
 _PEFT = "base_model.model."
 _TEXT, _RELEASED = "model.", "model.language_model."
 
@@ -80,13 +87,13 @@ def export(
 
     A former adapter at `out` is replaced; another folder there is refused.
     """
-    if out.exists() and (not (out / CONFIG).is_file() or out.is_symlink()):
-        raise ValueError(f"{out} exists and is not an adapter; choose another folder or remove it")
+    needed = [] if source is None else [source]
+    refuse_replacing(out, what="adapter", tensors=TENSORS, needed=needed)
     prefix = _RELEASED if for_class == "source" and source is not None and _is_released(source) else _TEXT
     tensors = _peft_tensors(model, prefix)
     base = base or (None if source is None else str(source))
     with publishing(out) as folder:
-        save_file(tensors, folder / TENSORS, metadata={"format": "pt"})
+        save_tensors(tensors, folder / TENSORS)
         write_json(folder / CONFIG, _peft_config(prefix, rank=rank, alpha=alpha, base=base))
         if eos_token_ids:
             write_json(folder / GENERATION, {"eos_token_id": list(eos_token_ids)})
@@ -114,6 +121,8 @@ def merge(source: Path, adapter: Path, out: Path, *, shard_bytes: int = SHARD_BY
             if layer in left:
                 left.remove(layer)
                 a_RI, b_OR = (read_tensor(file, halves[layer][half]) for half in ("lora_A", "lora_B"))
+                if a_RI.shape[:1] != (config["r"],):
+                    raise ValueError(f"{file}: lora_A of {layer} is {list(a_RI.shape)}, {CONFIG} says r {config['r']}")
                 weight = merged(weight, a_RI, b_OR, scale)
             yield key, weight
         if left:
@@ -122,17 +131,20 @@ def merge(source: Path, adapter: Path, out: Path, *, shard_bytes: int = SHARD_BY
             )
 
     def companions(folder: Path) -> None:
-        ends = adapter / GENERATION
-        eos_token_ids = json.loads(ends.read_text(encoding="utf-8"))["eos_token_id"] if ends.is_file() else []
+        eos_token_ids = generation_ends(adapter / GENERATION)
         tokenizer_dir = adapter if (adapter / "tokenizer.json").is_file() else None
         carry_companions(source, folder, tokenizer_dir=tokenizer_dir, eos_token_ids=eos_token_ids)
 
-    return write_checkpoint(out, source=source, tensors=tensors, companions=companions, shard_bytes=shard_bytes)
+    return write_checkpoint(
+        out, needed=[source, adapter], tensors=tensors, companions=companions, shard_bytes=shard_bytes
+    )
 
 
 def merged(weight_OI: Tensor, a_RI: Tensor, b_OR: Tensor, scale: float) -> Tensor:
     """W + scale B A, computed in fp32 (fp64 for an fp64 weight) and rounded once to the weight's dtype."""
-    if a_RI.shape != (b_OR.shape[1], weight_OI.shape[1]) or b_OR.shape[0] != weight_OI.shape[0]:
+    parts = (weight_OI, a_RI, b_OR)
+    plain = all(part.dim() == 2 and part.is_floating_point() for part in parts)
+    if not plain or a_RI.shape != (b_OR.shape[1], weight_OI.shape[1]) or b_OR.shape[0] != weight_OI.shape[0]:
         raise ValueError(
             f"an adapter of {list(b_OR.shape)} by {list(a_RI.shape)} does not fit a weight of {list(weight_OI.shape)}; "
             "it belongs to another model"
@@ -141,9 +153,31 @@ def merged(weight_OI: Tensor, a_RI: Tensor, b_OR: Tensor, scale: float) -> Tenso
     return torch.addmm(weight_OI.to(exact), b_OR.to(exact), a_RI.to(exact), alpha=scale).to(weight_OI.dtype)
 
 
+def for_text(adapter: Path, out: Path) -> Path:
+    """Write an adapter anew for the text class, `Qwen3_5ForCausalLM`, whatever class it is for; return the folder.
+
+    Raises ValueError for an adapter that `merge` would refuse too.
+    """
+    refuse_replacing(out, what="adapter", tensors=TENSORS, needed=[adapter])
+    config, file = _read_config(adapter), adapter / TENSORS
+    halves = _halves(file)
+    tensors = {
+        f"{_PEFT}{layer}.{half}.weight": read_tensor(file, key)
+        for layer, keys in halves.items()
+        for half, key in keys.items()
+    }
+    with publishing(out) as folder:
+        save_tensors(tensors, folder / TENSORS)
+        carry_companions(adapter, folder, tokenizer_dir=None, eos_token_ids=[])
+        # By name: a pattern may be spelt for the other class.
+        write_json(folder / CONFIG, {**config, "target_modules": sorted(halves)})
+        compare_files(dict.fromkeys(file_keys(folder / TENSORS), folder / TENSORS), iter(tensors.items()))
+    return out
+
+
 def _is_released(source: Path) -> bool:
     """Whether the source's config.json names the class with a vision tower."""
-    config: dict[str, Any] = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    config = read_json(source / "config.json")
     names = config.get("architectures") or []
     return "Qwen3_5ForConditionalGeneration" in names if names else "text_config" in config
 
@@ -179,16 +213,27 @@ def _peft_config(prefix: str, *, rank: int, alpha: float, base: str | None) -> d
 
 
 def _read_config(adapter: Path) -> dict[str, Any]:
-    """A plain LoRA's configuration. Raises ValueError for one that is computed in another way."""
+    """A plain LoRA's configuration. Raises ValueError for one that is computed in another way, or that we do not know.
+
+    Some ways of initializing change the base model's weights as well, so their names matter.
+    """
+    file = adapter / CONFIG
     try:
-        config: dict[str, Any] = json.loads((adapter / CONFIG).read_text(encoding="utf-8"))
-        sane = config["r"] >= 1 and math.isfinite(config["lora_alpha"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{adapter / CONFIG}: not an adapter's configuration ({error!r})") from error
-    other = [name for name in _OTHER_FORMULAS if config.get(name)]
-    if not sane or other or config.get("bias", "none") != "none":
-        what = ", ".join(other) or "this one"
-        raise ValueError(f"{adapter / CONFIG}: merging knows plain LoRA alone, not {what}; merge it with peft")
+        config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        whole, finite = config["r"] >= 1 and type(config["r"]) is int, math.isfinite(config["lora_alpha"])
+    except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
+        raise ValueError(f"{file}: not an adapter's configuration ({error!r})") from error
+    initial = config.get("init_lora_weights")
+    plain = {
+        "peft_type": config.get("peft_type") == "LORA",
+        "r": whole,
+        "lora_alpha": finite,
+        "bias": config.get("bias") in (None, "none"),
+        "init_lora_weights": initial is None or isinstance(initial, bool) or initial == "gaussian",
+        **{name: value is False or value in _ABSENT for name, value in config.items() if name not in _NEUTRAL},
+    }
+    if other := [f"{name} {config.get(name)!r}" for name, holds in plain.items() if not holds]:
+        raise ValueError(f"{file}: merging knows plain LoRA alone, not {', '.join(other)}; merge it with peft")
     return config
 
 
@@ -207,7 +252,7 @@ def _halves(file: Path) -> dict[str, dict[str, str]]:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Settings:
+class Merge:
     """Merge an adapter into the weights that it was trained on."""
 
     adapter: Path
@@ -215,13 +260,28 @@ class Settings:
     source: str
     """Folder or hub id of the checkpoint that the run started from."""
     out: Path
-    """Folder to write; a former export there is replaced."""
+    """Folder to write; a former export there is replaced, anything else refused."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Text:
+    """Write an adapter for the text class, which AutoPeftModelForCausalLM loads."""
+
+    adapter: Path
+    """Folder with adapter_config.json, such as RUN/adapter."""
+    out: Path
+    """Folder to write; a former adapter there is replaced, anything else refused."""
 
 
 def main() -> int:
-    """The command line. Returns the exit status: 0, or 1 where nothing was written, 130 after Ctrl-C."""
-    settings = tyro.extras.subcommand_cli_from_dict({"merge": Settings}, prog="python -m trainer.adapters")
+    """The command line. Returns the exit status: 0, or 2 where nothing was written, 130 after Ctrl-C."""
+    settings: Merge | Text = tyro.extras.subcommand_cli_from_dict(
+        {"merge": Merge, "text": Text}, prog="python -m trainer.adapters"
+    )
     try:
+        if isinstance(settings, Text):
+            print(f"for the text class: {for_text(settings.adapter, settings.out)}")
+            return 0
         source = weights_folder(settings.source)
         if source is None:
             raise ValueError(
@@ -230,7 +290,7 @@ def main() -> int:
         print(f"merged: {merge(source, settings.adapter, settings.out)}")
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
-        return 1
+        return 2
     except KeyboardInterrupt:
         print(f"\ninterrupted: {settings.out} is as it was", file=sys.stderr)
         return 130

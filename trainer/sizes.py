@@ -10,6 +10,7 @@ Costs: one small request for a hub id, answered or given up within seconds; the 
 """
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,13 @@ ModelConfig = Qwen3_5TextConfig
 
 EOS_TOKEN_IDS = (248046, 248044)
 """`<|im_end|>` and `<|endoftext|>` of the 248,320-entry vocabulary."""
+
+COUNTS = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "head_dim", "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim",
+    "linear_conv_kernel_dim",
+)  # fmt: skip
+"""Fields of a configuration that are at least 1."""
 
 NETWORK_SECONDS = 5.0
 """How long the hub may take to answer."""
@@ -163,6 +171,8 @@ def _read(path: Path) -> ModelConfig:
             "(Qwen3.5, Qwen3.6 and Qwen3.8)"
         )
     if "text_config" in found:
+        if not isinstance(found["text_config"], dict):
+            raise ValueError(f"--model: {path} has a text_config that is no object, so no Qwen3.5 configuration")
         # Older files tie the embeddings at the top only.
         found = {"tie_word_embeddings": found.get("tie_word_embeddings", False), **found["text_config"]}
     try:
@@ -185,6 +195,7 @@ def layer_types(config: ModelConfig) -> list[str]:
 
 def check_config(config: ModelConfig) -> None:
     """Raise ValueError for a configuration that asks for something this model does not compute."""
+    _check_sizes(config)
     rope_type = dict(config.rope_parameters or {}).get("rope_type", "default")
     expected = {
         "hidden_act": (config.hidden_act, "silu"),
@@ -208,3 +219,17 @@ def check_config(config: ModelConfig) -> None:
     ):
         if many % few:
             raise ValueError(f"{name} is {many} in the model's configuration, which {few} does not divide")
+
+
+def _check_sizes(config: ModelConfig) -> None:
+    """Raise ValueError for sizes with which nothing can be computed, or nothing is left to compute."""
+    for name in COUNTS:
+        found = getattr(config, name)
+        if type(found) is not int or found < 1:
+            raise ValueError(f"{name} is {found!r} in the model's configuration; it is a whole number of at least 1")
+    parameters: dict[str, Any] = dict(config.rope_parameters or {})
+    for name, highest in (("rope_theta", math.inf), ("partial_rotary_factor", 1.0)):
+        found = parameters.get(name, 1.0)
+        if not isinstance(found, int | float) or not 0 < found <= highest:
+            bounds = "above 0" if highest == math.inf else f"above 0 and at most {highest}"
+            raise ValueError(f"rope_parameters.{name} is {found!r} in the model's configuration; it is {bounds}")

@@ -21,7 +21,7 @@ _DTYPES = {
 def save_file(tensors: Mapping[str, Tensor], path: Path, *, metadata: Mapping[str, str] | None = None) -> None:
     """Write `tensors`, the widest types first (readers want each at a multiple of its width), then by name.
 
-    Raises OSError where the disk is full.
+    Raises OSError, which names the file, where the disk is full.
     """
     tensors = dict(sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0])))
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
@@ -31,9 +31,14 @@ def save_file(tensors: Mapping[str, Tensor], path: Path, *, metadata: Mapping[st
         header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)  # data begin at a multiple of 8
-    with path.open("wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
-        for tensor in tensors.values():
-            # As bytes: numpy knows no bfloat16.
-            flat = tensor.detach().cpu().contiguous().reshape(-1)
-            file.write(flat.view(torch.uint8).numpy().data)
+    try:
+        with path.open("wb") as file:
+            file.write(struct.pack("<Q", len(text)) + text)
+            for tensor in tensors.values():
+                # As bytes: numpy knows no bfloat16.
+                flat = tensor.detach().cpu().contiguous().reshape(-1)
+                file.write(flat.view(torch.uint8).numpy().data)
+    except OSError as error:
+        if error.filename is None:  # a write's error does not say where
+            error.filename = str(path)
+        raise

@@ -19,19 +19,18 @@ import copy
 import json
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import huggingface_hub
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from trainer.checkpoint import publish_folder, start_folder
+from trainer.exports import publishing, read_json, refuse_replacing, save_tensors, write_json
 from trainer.lora import adapted
 from trainer.model import Qwen3_5ForCausalLM, keeps_fp32
 from trainer.sizes import hub_revision, is_random
@@ -121,9 +120,9 @@ def parameter_name(key: str) -> str | None:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    if (index := folder / INDEX).is_file():
+    if (index := folder / INDEX).is_file() and not (folder / SINGLE).is_file():  # transformers prefers the single file
         try:
-            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+            names = sorted(map(str, set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{index}: not a safetensors index ({error!r})") from error
     else:
@@ -180,6 +179,7 @@ def export(
     eos_token_ids: Sequence[int],
     source: Path | None = None,
     dtype: torch.dtype | None = None,
+    masters: Mapping[Tensor, Tensor] | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> Path:
     """Write a folder that transformers loads with equal logits; return it.
@@ -190,14 +190,16 @@ def export(
         eos_token_ids: where generation ends, beside what the source says.
         source: the checkpoint that the model was loaded from: gives class, keys, dtypes and all that is not trained.
         dtype: of the written weights, those that stay fp32 aside, where there is no source; by default the model's.
+        masters: the optimizer's wider value of each parameter; written where the source is wider than the parameter.
 
     A former export at `out` is replaced once the new one is complete and compared; another folder there is refused.
+    Raises OSError where the disk is full; the former export stays.
     """
     assert not adapted(model), "a model with adapters is exported by trainer.adapters"
     assert source is None or dtype is None, "a source's dtypes are kept"
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
-        return _own_tensors(model, dtype) if source is None else _like_source(source, model)
+        return _own_tensors(model, dtype) if source is None else _like_source(source, model, masters or {})
 
     def companions(folder: Path) -> None:
         if source is not None:
@@ -207,42 +209,28 @@ def export(
         if tokenizer_dir is not None:
             copy_tokenizer(tokenizer_dir, folder)
 
-    return write_checkpoint(out, source=source, tensors=tensors, companions=companions, shard_bytes=shard_bytes)
+    needed = [] if source is None else [source]
+    return write_checkpoint(out, needed=needed, tensors=tensors, companions=companions, shard_bytes=shard_bytes)
 
 
 def write_checkpoint(
     out: Path,
     *,
-    source: Path | None,
+    needed: Sequence[Path],
     tensors: Tensors,
     companions: Callable[[Path], None],
     shard_bytes: int = SHARD_BYTES,
 ) -> Path:
     """Write tensors and what `companions` puts beside them, read them back, compare, and give the folder its name.
 
-    Raises ValueError where `out` is something else than an export, or the source itself.
+    Raises ValueError where `out` is something else than an export of ours, or holds a folder that is `needed`.
     """
-    if out.exists() and (not (out / "config.json").is_file() or out.is_symlink()):
-        raise ValueError(f"{out} exists and is not an export; choose another folder or remove it")
-    if source is not None and source.resolve().is_relative_to(out.resolve()):
-        raise ValueError(f"{out} holds the source {source}, which an export does not replace; choose another folder")
+    refuse_replacing(out, what="export", tensors="model*.safetensors", needed=needed)
     with publishing(out) as temporary:
         _write_shards(temporary, tensors(), shard_bytes)
         companions(temporary)
         compare_files(checkpoint_keys(temporary), tensors())
     return out
-
-
-@contextlib.contextmanager
-def publishing(out: Path) -> Iterator[Path]:
-    """A folder to write into, which gets its name if nothing is raised; else it is removed: it may fill the disk."""
-    temporary = start_folder(out)
-    try:
-        yield temporary
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
-    publish_folder(temporary, out)
 
 
 def compare_files(files: dict[str, Path], tensors: Iterator[tuple[str, Tensor]]) -> None:
@@ -287,7 +275,9 @@ def _own_tensors(model: Qwen3_5ForCausalLM, dtype: torch.dtype | None) -> Iterat
         yield name, parameter.detach().cpu().to(parameter.dtype if dtype is None or keeps_fp32(name) else dtype)
 
 
-def _like_source(source: Path, model: Qwen3_5ForCausalLM) -> Iterator[tuple[str, Tensor]]:
+def _like_source(
+    source: Path, model: Qwen3_5ForCausalLM, masters: Mapping[Tensor, Tensor]
+) -> Iterator[tuple[str, Tensor]]:
     """The source's keys in its order: our parameters in its dtypes, and the rest as it is."""
     parameters = dict(model.named_parameters(remove_duplicate=False))  # a tied head may be stored all the same
     left = {name for name, _ in model.named_parameters()}
@@ -302,9 +292,18 @@ def _like_source(source: Path, model: Qwen3_5ForCausalLM) -> Iterator[tuple[str,
                 f"{file}: {key} {list(tensor.shape)} does not fit the model: not what the run started from"
             )
         left.discard(name)
-        yield key, parameters[name].detach().cpu().to(tensor.dtype)
+        yield key, _in_dtype_of(tensor, parameters[name], masters)
     if left:
         raise ValueError(f"{source} lacks {min(left)}: it is not what the run started from")
+
+
+def _in_dtype_of(tensor: Tensor, parameter: Tensor, masters: Mapping[Tensor, Tensor]) -> Tensor:
+    """A parameter in the dtype of the source's tensor; where that is wider, as exact as it is known."""
+    if tensor.itemsize <= parameter.itemsize:
+        return parameter.detach().cpu().to(tensor.dtype)
+    value = masters.get(parameter, parameter).detach().cpu().to(tensor.dtype)
+    # What loading rounded and training did not change is the source's own, unrounded.
+    return tensor if _same_bits(value, tensor.to(parameter.dtype).to(tensor.dtype)) else value
 
 
 def _write_shards(folder: Path, tensors: Iterator[tuple[str, Tensor]], shard_bytes: int) -> None:
@@ -314,7 +313,7 @@ def _write_shards(folder: Path, tensors: Iterator[tuple[str, Tensor]], shard_byt
     filled = total = 0
 
     def flush() -> None:
-        save_file(shard, folder / f"{len(written)}.safetensors", metadata={"format": "pt"})
+        save_tensors(shard, folder / f"{len(written)}.safetensors")
         written.append(list(shard))
         shard.clear()
 
@@ -348,12 +347,18 @@ def carry_companions(source: Path, target: Path, *, tokenizer_dir: Path | None, 
             shutil.copyfile(file, target / file.name)
     if tokenizer_dir is not None:
         copy_tokenizer(tokenizer_dir, target)
-    settings = target / GENERATION
-    found: dict[str, Any] = json.loads(settings.read_text(encoding="utf-8")) if settings.is_file() else {}
-    theirs_end = found.get("eos_token_id") or []
-    ends = [theirs_end] if isinstance(theirs_end, int) else list(theirs_end)
+    found, ends = read_json(source / GENERATION), generation_ends(source / GENERATION)
     if new := [token for token in eos_token_ids if token not in ends]:
-        write_json(settings, {**found, "eos_token_id": [*new, *ends]})
+        write_json(target / GENERATION, {**found, "eos_token_id": [*new, *ends]})
+
+
+def generation_ends(settings: Path) -> list[int]:
+    """The eos_token_id of a generation_config.json as a list, empty where there is none. Raises ValueError for text."""
+    found = read_json(settings).get("eos_token_id")
+    ends = found if isinstance(found, list) else [] if found is None else [found]
+    if not all(type(token) is int for token in ends):
+        raise ValueError(f"{settings}: eos_token_id is {found!r}, not a number or a list of numbers; repair it")
+    return list(ends)
 
 
 def copy_tokenizer(source: Path, target: Path) -> None:
@@ -361,10 +366,15 @@ def copy_tokenizer(source: Path, target: Path) -> None:
     for file in sorted(source.iterdir()):
         if file.is_file() and file.name.startswith(_TOKENIZER_FILES):
             shutil.copyfile(file, target / file.name)
-    settings = target / "tokenizer_config.json"
-    found: dict[str, Any] = json.loads(settings.read_text(encoding="utf-8")) if settings.is_file() else {}
-    if not found or not _splits_alike(target):
-        write_json(settings, {**found, "tokenizer_class": "PreTrainedTokenizerFast"})
+    settings = "tokenizer_config.json"
+    found = read_json(source / settings)
+    try:
+        Tokenizer.from_file(str(source / "tokenizer.json"))
+        alike = bool(found) and _splits_alike(target)
+    except Exception as error:  # tokenizers raises nothing narrower
+        raise ValueError(f"{source}: tokenizer.json or {settings} cannot be read ({error!r}); pack again") from error
+    if not alike:
+        write_json(target / settings, {**found, "tokenizer_class": "PreTrainedTokenizerFast"})
     if _splits_alike(target):
         return
     if not _splits_alike(target, chosen=PreTrainedTokenizerFast):
@@ -381,8 +391,3 @@ def _splits_alike(folder: Path, *, chosen: Any = AutoTokenizer) -> bool:
     """Whether transformers' class, of its own choice by default, gives the ids of tokenizer.json on the probe."""
     expected: list[int] = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(_PROBE).ids
     return bool(chosen.from_pretrained(folder)(_PROBE)["input_ids"] == expected)
-
-
-def write_json(path: Path, value: object) -> None:
-    """Indented, with unescaped text and a line break at the end."""
-    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

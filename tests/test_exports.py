@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from tests.released import whole_class, write_source
 from tests.tiny import tiny_model
 from trainer import adapters
+from trainer.exports import MARK
 from trainer.lora import add_adapters
 from trainer.tensors import save_file as save_ours
 from trainer.weights import export, load_weights
@@ -31,9 +32,8 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def without_mark(folder: Path) -> None:
-    """As other programs, and earlier versions of this one, write files."""
-    for file in folder.glob("*.safetensors"):
-        save_file(load_file(file), file, metadata={"format": "pt"})
+    """As other programs, and earlier versions of this one, write folders."""
+    (folder / MARK).unlink()
 
 
 @pytest.fixture
@@ -74,6 +74,14 @@ def add_notes(folder: Path) -> None:
     (folder / "notes.md").write_text("mine", encoding="utf-8")
 
 
+def add_a_template(folder: Path) -> None:
+    (folder / "mine.jinja").touch()
+
+
+def damage_the_mark(folder: Path) -> None:
+    (folder / MARK).write_text('{"not": ["a list"]}', encoding="utf-8")
+
+
 def add_a_folder(folder: Path) -> None:
     (folder / "onnx").mkdir()
 
@@ -86,7 +94,10 @@ def add_a_damaged_file(folder: Path) -> None:
     (folder / "model-mine.safetensors").write_bytes(b"{}")
 
 
-@pytest.mark.parametrize("change", [without_mark, add_notes, add_a_folder, add_foreign_tensors, add_a_damaged_file])
+@pytest.mark.parametrize(
+    "change",
+    [without_mark, damage_the_mark, add_notes, add_a_template, add_a_folder, add_foreign_tensors, add_a_damaged_file],
+)
 @pytest.mark.parametrize("kind", ["export", "adapter"])
 def test_what_others_wrote_or_added_to_is_not_replaced(tmp_path: Path, kind: str, change: Any) -> None:
     def write() -> Path:

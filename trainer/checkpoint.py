@@ -39,9 +39,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from pipeline.shards import hash_file
-from trainer.folders import LEFTOVER, OLD, restore_former
-from trainer.folders import publish_folder as publish_folder  # importers take it from here too
-from trainer.folders import start_folder as start_folder
+from trainer.folders import LEFTOVER, OLD, publish_folder, restore_former, start_folder
 from trainer.optimizer import MASTER, masters
 from trainer.tensors import save_file
 

@@ -6,7 +6,7 @@
 
 Guarantees: only an empty folder, or one that this program wrote and nothing was added to, is replaced, once the new one
 is complete; when the disk is full the file is named and the former folder stays.
-Costs: one look at the header of each safetensors file that would be replaced.
+Costs: one small file in each folder.
 """
 
 import contextlib
@@ -16,14 +16,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 from trainer.folders import publish_folder, start_folder
 
-METADATA = {"format": "pt", "written_by": "trainer.weights"}
-"""Of every file: transformers wants the first, the second tells our own; readers ignore what they do not know."""
+MARK = ".written_by_trainer.json"
+"""File in every folder that this program wrote: the names of the others."""
 
 _WRITTEN = (".safetensors", ".json", ".jinja", ".txt")
 _TOKENIZER = ("tokenizer", "vocab", "merges")
@@ -56,10 +56,12 @@ def _is_ours(folder: Path, tensors: str) -> bool:
     weights = [file for file in files if file.suffix == ".safetensors"]
     if not weights:
         return not files
-    known = all(file.suffix in _WRITTEN or file.name.startswith(_TOKENIZER) for file in files)
-    plain = known and all(file.is_file() and not file.is_symlink() for file in files)
-    named = all(file.match(tensors) for file in weights)
-    return plain and named and (_in_a_run(folder) or all(map(_has_mark, weights)))
+    if not all(file.is_file() and not file.is_symlink() for file in files):
+        return False
+    if not (folder / MARK).is_file():
+        known = all(file.suffix in _WRITTEN or file.name.startswith(_TOKENIZER) for file in files)
+        return known and _in_a_run(folder)
+    return all(file.match(tensors) for file in weights) and {file.name for file in files} <= _marked(folder)
 
 
 def _in_a_run(folder: Path) -> bool:
@@ -68,12 +70,13 @@ def _in_a_run(folder: Path) -> bool:
     return folder.name in ("export", "adapter") and (run / "checkpoints").is_dir() and (run / "metrics.jsonl").is_file()
 
 
-def _has_mark(file: Path) -> bool:
+def _marked(folder: Path) -> set[str]:
+    """The names of the files that were written there."""
     try:
-        with safe_open(file, framework="pt") as opened:
-            return (opened.metadata() or {}).get("written_by") == METADATA["written_by"]
-    except (SafetensorError, OSError):
-        return False
+        found = json.loads((folder / MARK).read_text(encoding="utf-8"))
+    except (ValueError, OSError):
+        return set()
+    return {MARK, *map(str, found)} if isinstance(found, list) else set()
 
 
 @contextlib.contextmanager
@@ -82,6 +85,7 @@ def publishing(out: Path) -> Iterator[Path]:
     temporary = start_folder(out)
     try:
         yield temporary
+        write_json(temporary / MARK, sorted(file.name for file in temporary.iterdir()))
     except BaseException as error:
         if isinstance(error, OSError) and error.errno and error.filename is None:  # a write's error does not say where
             error.filename = str(out)
@@ -91,9 +95,9 @@ def publishing(out: Path) -> Iterator[Path]:
 
 
 def save_tensors(tensors: Mapping[str, Tensor], file: Path) -> None:
-    """Write one safetensors file with our mark. Raises OSError where the disk is full."""
+    """Write one safetensors file. Raises OSError where the disk is full."""
     try:
-        save_file(dict(tensors), file, metadata=METADATA)
+        save_file(dict(tensors), file, metadata={"format": "pt"})  # transformers asks for it
     except SafetensorError as error:
         raise OSError(
             f"{file}: cannot be written ({error}); free some space and try again, nothing was replaced"

@@ -19,11 +19,12 @@ import math
 import shlex
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
 import tyro
+from torch import Tensor
 
 from pipeline.shards import PackedDataset
 from trainer import adapters, checkpoint, lora, memory, record, trackers, weights
@@ -33,7 +34,7 @@ from trainer.kernels import Kernels, select
 from trainer.liveline import LiveLine
 from trainer.metrics import Metrics, Work, duration, peak_flops
 from trainer.model import Qwen3_5ForCausalLM
-from trainer.optimizer import make_optimizer
+from trainer.optimizer import make_optimizer, masters
 from trainer.plan import Cursor, Plan
 from trainer.report.log import CONFIG, METRICS, TRACE
 from trainer.settings import Settings, check_settings, recompute_layers, resolve
@@ -120,8 +121,8 @@ def train(inputs: Inputs) -> None:
         try:
             torch.manual_seed(settings.seed)  # nothing draws from it yet; checkpoints hold its state
             model = build_model(inputs, kernels)
-            fit(inputs, model)
-            finish(inputs, model)
+            optimizer = fit(inputs, model)
+            finish(inputs, model, masters(optimizer))
         except KeyboardInterrupt:
             again = dataclasses.replace(settings, resume=True)
             say(world, f"\nstopped. {record.how_to_resume(inputs.out, again)}")
@@ -236,8 +237,8 @@ def compile_kernels(inputs: Inputs, model: Qwen3_5ForCausalLM, *, rows_seen: int
 # ----------------------------------------------------------------------------------------------- 3. loop
 
 
-def fit(inputs: Inputs, model: Qwen3_5ForCausalLM) -> None:
-    """Train from the newest checkpoint, or from the beginning, to the last step."""
+def fit(inputs: Inputs, model: Qwen3_5ForCausalLM) -> torch.optim.Optimizer:
+    """Train from the newest checkpoint, or from the beginning, to the last step; returns what holds the masters."""
     settings = inputs.settings
     optimizer = make_optimizer(model, lr=settings.lr, weight_decay=settings.weight_decay, kind=settings.optimizer)
     step, cursor = start(inputs, model, optimizer)
@@ -247,6 +248,7 @@ def fit(inputs: Inputs, model: Qwen3_5ForCausalLM) -> None:
     compile_kernels(inputs, model, rows_seen=cursor.rows_seen)
     with open_metrics(inputs, step=step, total_steps=total_steps) as metrics:
         loop(inputs, model, optimizer, cursor, metrics, step=step, total_steps=total_steps)
+    return optimizer
 
 
 def loop(
@@ -392,12 +394,10 @@ def prune(inputs: Inputs, *, last: int) -> None:
 # --------------------------------------------------------------------------------------------- 4. export
 
 
-def finish(inputs: Inputs, model: Qwen3_5ForCausalLM) -> None:
-    """Export the model or its adapter and say where everything lies."""
+def finish(inputs: Inputs, model: Qwen3_5ForCausalLM, wide: Mapping[Tensor, Tensor]) -> None:
+    """Export the model or its adapter and say where everything lies; ``wide`` are the parameters' fp32 masters."""
     exported = inputs.out / ("export" if inputs.settings.method == "full" else "adapter")
-    if inputs.world.rank == 0:
-        export(inputs, model, exported)
-    barrier()
+    on_rank_0(inputs.world, lambda: export(inputs, model, wide, exported))
     say(
         inputs.world,
         f"done\n  metrics      {inputs.out / METRICS}\n  checkpoints  {inputs.out / 'checkpoints'}\n"
@@ -410,12 +410,14 @@ def finish(inputs: Inputs, model: Qwen3_5ForCausalLM) -> None:
         say(inputs.world, f"The adapter merged into the original weights:\n  {merge}")
 
 
-def export(inputs: Inputs, model: Qwen3_5ForCausalLM, out: Path) -> None:
+def export(inputs: Inputs, model: Qwen3_5ForCausalLM, wide: Mapping[Tensor, Tensor], out: Path) -> None:
     """Write a Hugging Face folder of all weights, or a PEFT folder of the adapter."""
     settings, tokenizer = inputs.settings, inputs.dataset.path / "tokenizer"
     eos_token_ids = inputs.dataset.manifest.recipe["tokenizer"]["eos_token_ids"]
     if settings.method == "full":
-        weights.export(out, model=model, source=inputs.source, tokenizer_dir=tokenizer, eos_token_ids=eos_token_ids)
+        weights.export(
+            out, model=model, source=inputs.source, tokenizer_dir=tokenizer, eos_token_ids=eos_token_ids, masters=wide
+        )  # fmt: skip
     else:
         adapters.export(
             out, model=model, source=inputs.source, rank=settings.lora_rank, alpha=settings.lora_alpha,

@@ -1,6 +1,7 @@
 """The doctor finds and names every broken kernel, and passes the intact ones."""
 
 import dataclasses
+import itertools
 import json
 import math
 from collections.abc import Callable
@@ -124,6 +125,31 @@ def leaking_backward(*grads: Tensor) -> tuple[Tensor, ...]:
     return *others, last + 1e-7 * last.roll(-70, 0)
 
 
+def stale(function: Function) -> Function:
+    """Lengths of the first row of this many tokens and segments, for good."""
+    kept: dict[tuple[int, int], Batch] = {}
+
+    def called(*arguments: Any) -> Any:
+        batch: Batch = arguments[-1]
+        return function(*arguments[:-1], kept.setdefault((len(arguments[0]), batch.cu_seqlens.numel()), batch))
+
+    return called
+
+
+def leaking(*, source: int | None = None, ahead: int, size: float) -> Callable[[Function], Function]:
+    """The last output of a document, by default the longest, is added to all of a later one's; no gradient shows it."""
+
+    def change(out: Tensor, *arguments: Any) -> Tensor:
+        documents = cases.documents_of(arguments[-1])
+        lengths = [document.stop - document.start for document in documents]
+        start = lengths.index(max(lengths)) if source is None else source
+        leak = torch.zeros_like(out)
+        leak[documents[start + ahead]] = size * out[documents[start].stop - 1].detach()
+        return out + leak
+
+    return with_output(change)
+
+
 def wrong_length(out: Tensor, *arguments: Any) -> Tensor:
     return out[:-1]
 
@@ -141,6 +167,11 @@ BROKEN: dict[str, tuple[str, Callable[[Function], Function]]] = {
     **{f"{name} ignores the boundaries": (name, with_boundaries(ignored)) for name in MIXING},
     **{f"{name} sees boundaries one token late": (name, with_boundaries(one_late)) for name in MIXING},
     **{f"{name} forgets one boundary": (name, with_boundaries(last_forgotten)) for name in MIXING},
+    **{f"{name} keeps the lengths of an earlier row": (name, stale) for name in MIXING},
+    **{
+        f"{name} leaks into the document after the next": (name, leaking(source=2, ahead=2, size=1e-6))
+        for name in MIXING
+    },
     **{f"{name} gives one NaN": (name, with_output(poisoned)) for name in (*MIXING, "rms_norm", "loss")},
     "the delta rule swaps two gradients": (
         "gated_delta_rule",
@@ -209,7 +240,34 @@ def test_a_broken_kernel_is_found_and_named(what: str) -> None:
     assert {finding.operation for finding in failed} == {operation}, what
     assert {finding.implementation for finding in failed} == {"torch reference"}
     if "leaks" in what:
-        assert all("cross" in finding.check for finding in failed), "the numbers are right but for the leak"
+        assert all("cross" in f.check or "chang" in f.check for f in failed), "the numbers are right but for the leak"
+    if "earlier row" in what:
+        assert all(finding.check.startswith("other lengths") for finding in failed)
+
+
+def test_a_leak_out_of_the_longest_document_is_found_though_the_numbers_hide_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        doctor, "_maker", lambda device, sizes, seed: cases.Maker(cases.NARROW, CPU, torch.bfloat16, seed=seed)
+    )
+    chosen = broken("attention", leaking(ahead=1, size=0.3))
+    (failed,) = failures(examine(chosen, operations=["attention"]))
+    assert "changes others" in failed.check
+
+
+@pytest.mark.parametrize("lengths", [SMALL.odd, cases.AROUND_BLOCKS, SMALL.many, cases.NARROW.many])
+def test_every_document_is_changed_beside_each_neighbour_that_is_not(lengths: tuple[int, ...]) -> None:
+    sizes = SMALL if sum(lengths) <= SMALL.num_tokens else cases.NARROW
+    batch = cases.random_batch(lengths, sizes, torch.Generator().manual_seed(0))
+    count = len(cases.documents_of(batch))
+    chosen = [{int(i) for i in batch.seq_idx[tokens].unique()} for tokens in cases.sides(batch).values()]
+    parted = {(i, j) for side in chosen for i in side for j in set(range(count)) - side}
+    pairs = set(itertools.permutations(range(count), 2))
+    assert parted <= pairs
+    assert parted == pairs or count > 16, "every pair of a few documents"
+    assert {(i, j) for i, j in pairs if abs(i - j) == 1} <= parted
+    assert len(chosen) <= 8, "one run of the kernel each"
 
 
 @pytest.mark.parametrize("sizes", [cases.RELEASED, cases.NARROW])
@@ -244,6 +302,8 @@ def test_the_references_pass_everything_and_every_operation_is_examined() -> Non
     assert {finding.operation for finding in found} == {*TABLE, "model"}
     for operation in MIXING:
         checks = [finding.check for finding in found if finding.operation == operation]
+        assert any(check.startswith("other lengths: output") for check in checks)
+        assert any(check.startswith("one document: output") for check in checks)
         for row in ("odd lengths", "many documents"):
             assert any(check.startswith(f"{row}: one by one") for check in checks)
             assert any(check.startswith(f"{row}: crosses") for check in checks)
@@ -258,7 +318,13 @@ def test_other_seeds_and_bf16_pass_too(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "what", ["attention ignores the boundaries", "the convolution drops a tap", "the norm beside the sum drops the sum"]
+    "what",
+    [
+        "attention ignores the boundaries",
+        "attention keeps the lengths of an earlier row",
+        "the convolution drops a tap",
+        "the norm beside the sum drops the sum",
+    ],
 )
 def test_the_whole_model_shows_a_broken_kernel(what: str) -> None:
     failed = failures(examine(broken(*BROKEN[what]), operations=[], model=True))
@@ -274,8 +340,8 @@ def test_an_exception_in_a_kernel_is_a_finding() -> None:
 
         return called
 
-    (finding,) = failures(examine(broken("causal_conv", breaker)))
-    assert (finding.operation, finding.reason) == ("causal_conv", "RuntimeError: misaligned address")
+    failed = failures(examine(broken("causal_conv", breaker)))
+    assert {(f.operation, f.reason) for f in failed} == {("causal_conv", "RuntimeError: misaligned address")}
 
 
 def test_memory_that_a_kernel_forgets_to_write_does_not_hold_the_right_numbers() -> None:

@@ -38,7 +38,7 @@ class Sizes:
     num_tokens: int
     """T, of every row."""
     odd: tuple[int, ...]
-    """Documents around the kernels' block sizes, and a long one; padding follows."""
+    """Documents around the kernels' block sizes, and a long one; another row backwards. Padding follows."""
     many: tuple[int, ...]
     """Many short documents; padding follows where they leave room."""
     key_heads: int
@@ -110,6 +110,8 @@ class Case:
     """Those of `inputs` that are parameters: frozen under LoRA."""
     bounds: Batch | None = None
     """Boundaries, where tokens mix."""
+    brief: bool = False
+    """Only the numbers of one forward and backward pass: beside a case of this operation that is examined in full."""
 
 
 def random_batch(lengths: Sequence[int], sizes: Sizes, generator: torch.Generator) -> Batch:
@@ -159,6 +161,20 @@ def some(documents: list[slice], *, at_most: int) -> list[slice]:
     return [documents[i] for i in sorted({round(i * (len(documents) - 1) / (at_most - 1)) for i in range(at_most)})]
 
 
+def sides(batch: Batch) -> dict[str, Tensor]:
+    """Tokens [T] to touch while the others stay, by name: the even or the odd ones of runs of 1, 2, 4 ... documents.
+
+    Of up to 16 documents, some side holds the one and not the other, whichever two they are. Of more, runs of one part
+    each from its neighbours, and the first from the last half.
+    """
+    bits = (len(batch.cu_seqlens_cpu) - 2).bit_length()
+    found: dict[str, Tensor] = {}
+    for bit in range(bits) if bits <= 4 else (0, bits - 1):
+        odd = (batch.seq_idx >> bit) % 2 == 1
+        found |= {f"even runs of {2**bit}": ~odd, f"odd runs of {2**bit}": odd}
+    return found
+
+
 class Maker:
     """Makes inputs on one device in one dtype from one seed."""
 
@@ -183,13 +199,22 @@ class Maker:
         """One packed row."""
         return random_batch(lengths, self.sizes, self.cpu_generator).to(self.device)
 
+    def rows(self, *, short: bool) -> Iterator[tuple[str, tuple[int, ...], bool]]:
+        """(name, lengths, brief) of the rows that show whether documents stay apart, in this order."""
+        yield "odd lengths", self.sizes.odd, False
+        # As many tokens and segments as before: what was kept of the other row, and found by its shape, is wrong here.
+        yield "other lengths", self.sizes.odd[::-1], True
+        if not short:
+            yield "many documents", self.sizes.many, False
+
     def cases(self, operation: str, *, short: bool) -> Iterator[Case]:
         """The inputs to examine this operation with."""
         sizes = self.sizes
         if operation in MIXING:
-            rows = {"odd lengths": sizes.odd} if short else {"odd lengths": sizes.odd, "many documents": sizes.many}
-            for name, lengths in rows.items():
-                yield self._mixing(operation, name, self.batch(lengths))
+            for name, lengths, brief in self.rows(short=short):
+                yield self._mixing(operation, name, self.batch(lengths), brief=brief)
+            if not short:
+                yield self._mixing(operation, "one document", self.batch((sizes.num_tokens,)), brief=True)
             if operation == "gated_delta_rule" and not short:
                 scale = math.sqrt(EPS / sizes.linear_dim)  # squares add up to eps: forgetting it shows
                 yield self._mixing(operation, "tiny queries and keys", self.batch(sizes.odd), scale=scale)
@@ -208,14 +233,14 @@ class Maker:
             for name, scale in (("random", 1.0), ("tiny", 1e-3)):  # 1e-3 squared is eps: forgetting eps shows
                 yield self._norm(operation, name, scale=scale)
 
-    def _mixing(self, operation: str, name: str, batch: Batch, *, scale: float = 1.0) -> Case:
+    def _mixing(self, operation: str, name: str, batch: Batch, *, scale: float = 1.0, brief: bool = False) -> Case:
         inputs = getattr(self, f"_{operation}")(scale)
         weights = ("weight",) if "weight" in inputs else ()
 
         def bind(function: Operation) -> Operation:
             return lambda *tensors: function(*tensors, batch)
 
-        return Case(name=name, inputs=inputs, bind=bind, weights=weights, bounds=batch)
+        return Case(name=name, inputs=inputs, bind=bind, weights=weights, bounds=batch, brief=brief)
 
     def _gated_delta_rule(self, scale: float) -> dict[str, Tensor]:
         sizes, num_tokens = self.sizes, self.sizes.num_tokens

@@ -5,7 +5,7 @@
     python -m trainer.doctor --device cpu     the torch references, against themselves in fp64
 
     cases           random inputs from a seed
-    proofs          one operation: output, gradients, worst token, packed against one by one, isolation
+    proofs          one operation: output, gradients, worst token, packed against one by one, isolation, other lengths
     proofs_model    a small model of 4 layers: the same, with every parameter's gradient
     card            names, versions and speeds of the machine; memory of the loss
 
@@ -46,7 +46,7 @@ class Settings:
     every: Annotated[bool, tyro.conf.arg(name="all")] = False
     """Examine every usable implementation, not only those that a run would use."""
     short: bool = False
-    """Only what training checks at start: the model, and the operations that mix tokens, on one row."""
+    """Only what training checks at start: the model, and the operations that mix tokens, on two rows of one shape."""
     seed: int = 0
     """Of all inputs."""
     json: Path | None = None
@@ -70,7 +70,7 @@ def examine(
     """Examine the chosen kernels, in bf16 on a GPU and in fp32 on a CPU.
 
     Args:
-        short: only the operations that mix tokens and the model, on the row of odd lengths.
+        short: only the operations that mix tokens and the model, on the row of odd lengths and its reverse.
         operations: fields of `Kernels`; all by default.
         model: whether to examine the small model too.
         sizes: by default `RELEASED` on a GPU, `NARROW` on a CPU.

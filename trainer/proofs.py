@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer.cases import Case, Maker, Operation, alone, documents_of, some
+from trainer.cases import Case, Maker, Operation, alone, documents_of, sides, some
 from trainer.kernels import TABLE
 
 Results = dict[str, Tensor | None]
@@ -185,7 +185,7 @@ def examine_case(subject: Subject, case: Case, maker: Maker) -> Iterator[Finding
     """Everything about one operation and one set of inputs; an exception is a finding too."""
     try:
         yield from _agreement(subject, case, maker)
-        if case.bounds is not None:
+        if case.bounds is not None and not case.brief:
             yield from _isolation(subject, case, maker)
     except Exception as error:
         text = f"{type(error).__name__}: {error}".strip().splitlines()[0]
@@ -212,6 +212,8 @@ def _agreement(subject: Subject, case: Case, maker: Maker) -> Iterator[Finding]:
             tokens[name] = token_error(found[name], truth)
     name, error = worst(tokens)
     yield subject.finding(f"{case.name}: worst token, {name}", error, bound * TOKEN_FACTOR, reason)
+    if case.brief:
+        return
 
     if case.weights:
         frozen = run(function, case.inputs, upstream=upstream, frozen=case.weights)
@@ -256,33 +258,30 @@ def _one_by_one(subject: Subject, case: Case, maker: Maker, found: Results, upst
 
 
 def _isolation(subject: Subject, case: Case, maker: Maker) -> Iterator[Finding]:
-    """No gradient and no number crosses a boundary."""
+    """No gradient and no number crosses a boundary: half of the documents are touched, the others may not notice."""
     function, num_tokens = case.bind(subject.function), maker.sizes.num_tokens
     assert case.bounds is not None
-    documents = some(documents_of(case.bounds), at_most=6)
+    touched = sides(case.bounds)
+    before, again = run_quietly(function, case.inputs), run_quietly(function, case.inputs)
     crossing: dict[str, float] = {}
-    for document in documents:
-        upstream = torch.zeros_like(_known(run_quietly(function, case.inputs)))
-        upstream[document] = maker.normal(*upstream[document].shape).to(upstream.dtype)
+    for side, tokens in touched.items():
+        upstream = maker.normal(*before.shape).to(before.dtype)
+        upstream[~tokens] = 0.0
         for name, gradient in run(function, case.inputs, upstream=[upstream]).items():
             if name != "output" and len(case.inputs[name.removeprefix("gradient of ")]) == num_tokens:
-                crossing[f"{name}, {document.stop - document.start} tokens"] = largest_outside(gradient, document)
+                crossing[f"{name}, {side}"] = largest_outside(gradient, tokens)
     name, error = worst(crossing)
     reason = "no document has a part in another's output"
     yield subject.finding(f"{case.name}: crosses, {name}", error, 0.0, reason)
 
-    before, again = run_quietly(function, case.inputs), run_quietly(function, case.inputs)
     noise = 2 * float((before.double() - again.double()).abs().max())
     changes: dict[str, float] = {}
-    for document in documents:
+    for side, tokens in touched.items():
         changed = {name: x.clone() for name, x in case.inputs.items()}
         for x in changed.values():
             if len(x) == num_tokens:
-                x[document] *= 0.5
-        after = run_quietly(function, changed)
-        changes[f"{document.stop - document.start} tokens"] = largest_outside(
-            after.double() - before.double(), document
-        )
+                x[tokens] *= 0.5
+        changes[side] = largest_outside(run_quietly(function, changed).double() - before.double(), tokens)
     name, error = worst(changes)
     reason = "twice what the same input gives on repetition"
     yield subject.finding(f"{case.name}: changing {name} changes others", error, noise, reason)
@@ -294,9 +293,6 @@ def run_quietly(function: Operation, inputs: dict[str, Tensor]) -> Tensor:
         return _known(run(function, inputs)["output"])
 
 
-def largest_outside(x: Tensor | None, document: slice) -> float:
-    """The largest magnitude outside the document; NaN where there is one."""
-    if x is None:
-        return math.nan
-    outside = [part.abs().max() for part in (x[: document.start], x[document.stop :]) if part.numel()]
-    return _largest(torch.stack(outside)) if outside else 0.0
+def largest_outside(x: Tensor | None, tokens: Tensor) -> float:
+    """The largest magnitude at other tokens than these [T]; NaN where there is one."""
+    return math.nan if x is None else _largest(x[~tokens].abs())

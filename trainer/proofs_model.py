@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from trainer.batches import Batch
-from trainer.cases import Maker, alone, documents_of, some
+from trainer.cases import Maker, alone, documents_of, sides, some
 from trainer.kernels import TABLE, Kernels
 from trainer.model import Qwen3_5ForCausalLM
 from trainer.proofs import Finding, Subject, largest_outside, reference_of, whole_error, worst
@@ -100,22 +100,20 @@ def examine_model(kernels: Kernels, maker: Maker, *, short: bool, implementation
     findings: list[Finding] = []
     try:
         model = build(maker, kernels)
-        rows = (
-            {"odd lengths": maker.sizes.odd}
-            if short
-            else {"odd lengths": maker.sizes.odd, "many documents": maker.sizes.many}
-        )
-        for name, lengths in rows.items():
+        for name, lengths, brief in maker.rows(short=short):
             batch = maker.batch(lengths)
-            findings.extend(_agreement(subject, name, model, batch, maker))
-            findings.extend(_isolation(subject, name, model, batch, maker))
+            findings.extend(_agreement(subject, name, model, batch, maker, brief=brief))
+            if not brief:
+                findings.extend(_isolation(subject, name, model, batch, maker))
     except Exception as error:
         text = f"{type(error).__name__}: {error}".strip().splitlines()[0]
         findings.append(subject.finding("runs", math.nan, 0.0, text))
     return findings
 
 
-def _agreement(subject: Subject, row: str, model: Qwen3_5ForCausalLM, batch: Batch, maker: Maker) -> Iterator[Finding]:
+def _agreement(
+    subject: Subject, row: str, model: Qwen3_5ForCausalLM, batch: Batch, maker: Maker, *, brief: bool
+) -> Iterator[Finding]:
     exact, plain = twin(model, exact=True), twin(model, exact=False)
     truth, usual, found = (run_model(each, batch) for each in (exact, plain, model))
     errors = {name: whole_error(found[name], x) for name, x in truth.items()}
@@ -125,6 +123,8 @@ def _agreement(subject: Subject, row: str, model: Qwen3_5ForCausalLM, batch: Bat
         yield subject.finding(f"{row}: {name}", errors[name], bounds[name], REASON)
     name, _ = worst({name: errors[name] / bounds[name] for name in truth if name.startswith("gradient")})
     yield subject.finding(f"{row}: worst {name}", errors[name], bounds[name], REASON)
+    if brief:
+        return
 
     errors, bounds = {}, {}
     for document in some(documents_of(batch), at_most=15):
@@ -150,15 +150,15 @@ def _document_error(found: Tensor, expected: Tensor, average: float) -> float:
 
 
 def _isolation(subject: Subject, row: str, model: Qwen3_5ForCausalLM, batch: Batch, maker: Maker) -> Iterator[Finding]:
-    documents = some(documents_of(batch), at_most=4)
+    touched = sides(batch)
     crossing: dict[str, float] = {}
-    for document in documents:
+    for side, tokens in touched.items():
         embeds = model.model.embed_tokens(batch.input_ids).detach().requires_grad_()
         hidden = model.hidden(batch, inputs_embeds=embeds)
-        upstream = torch.zeros_like(hidden)
-        upstream[document] = maker.normal(*upstream[document].shape)
+        upstream = maker.normal(*hidden.shape)
+        upstream[~tokens] = 0.0
         (gradient,) = torch.autograd.grad(hidden, [embeds], upstream)
-        crossing[f"{document.stop - document.start} tokens"] = largest_outside(gradient, document)
+        crossing[side] = largest_outside(gradient, tokens)
     name, error = worst(crossing)
     reason = "no document has a part in another's output"
     yield subject.finding(f"{row}: gradient crosses from {name}", error, 0.0, reason)
@@ -167,12 +167,10 @@ def _isolation(subject: Subject, row: str, model: Qwen3_5ForCausalLM, batch: Bat
         before, again = model.hidden(batch), model.hidden(batch)
         noise = 2 * float((before.double() - again.double()).abs().max())
         changes: dict[str, float] = {}
-        for document in documents:
-            ids = batch.input_ids.clone()
-            ids[document] = (ids[document] + 1) % maker.sizes.vocab
+        for side, tokens in touched.items():
+            ids = torch.where(tokens, (batch.input_ids + 1) % maker.sizes.vocab, batch.input_ids)
             after = model.hidden(dataclasses.replace(batch, input_ids=ids))
-            difference = after.double() - before.double()
-            changes[f"{document.stop - document.start} tokens"] = largest_outside(difference, document)
+            changes[side] = largest_outside(after.double() - before.double(), tokens)
     name, error = worst(changes)
     reason = "twice what the same input gives on repetition"
     yield subject.finding(f"{row}: changing {name} changes others", error, noise, reason)

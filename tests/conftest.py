@@ -1,10 +1,15 @@
 """Fixtures for every test file."""
 
 import os
+import signal
 from pathlib import Path
 
 import hypothesis
 import pytest
+
+# A shell's background job ignores Ctrl-C, and so would every process that a test starts to interrupt it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # How long an example takes says nothing on a machine that is doing something else too.
 hypothesis.settings.register_profile("patient", deadline=None)

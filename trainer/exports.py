@@ -27,7 +27,7 @@ MARK = ".written_by_trainer.json"
 
 _WRITTEN = (".safetensors", ".json", ".jinja", ".txt")
 _TOKENIZER = ("tokenizer", "vocab", "merges")
-"""Endings and beginnings of names in our folders. A run's metrics.jsonl, .lock and sub-folders are something else."""
+"""Endings and beginnings of names in folders that earlier versions wrote, which left no mark."""
 
 
 def refuse_replacing(out: Path, *, what: str, tensors: str, needed: Sequence[Path]) -> None:

@@ -102,6 +102,19 @@ def test_a_bf16_run_keeps_fp32_masters_and_exports_bf16(base: Path, tmp_path: Pa
     assert metrics(tmp_path / "run")[-1]["loss"] < metrics(tmp_path / "run")[0]["loss"] + 0.5
 
 
+def test_a_bf16_run_of_an_fp32_source_exports_the_masters(base: Path, uninterrupted: Path, tmp_path: Path) -> None:
+    source = uninterrupted / "export"
+    assert run(base, tmp_path / "run", "--model", str(source), *SHORT, *BF16) == 0
+    newest = checkpoint.latest(tmp_path / "run")
+    assert newest is not None
+    kept = load_file(newest / "model.safetensors")
+    exported = load_file(tmp_path / "run" / "export" / "model.safetensors")
+    for name, tensor in load_file(source / "model.safetensors").items():
+        assert exported[name].dtype == tensor.dtype == torch.float32
+        assert torch.equal(exported[name], kept[name]), name
+    assert any(not torch.equal(tensor.bfloat16().float(), tensor) for tensor in exported.values())
+
+
 def test_a_lora_run_leaves_an_adapter_and_checkpoints_without_frozen_weights(
     base: Path, uninterrupted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

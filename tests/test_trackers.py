@@ -1,6 +1,7 @@
 """TensorBoard and W&B get what metrics.jsonl gets, over interruptions too; none of them can stop a run."""
 
 import json
+import os
 import sys
 import time
 import types
@@ -108,6 +109,24 @@ def test_event_files_of_a_killed_run_have_every_step_up_to_its_checkpoint(base: 
     found = in_tensorboard(out)
     assert found == rounded(in_metrics(out))
     assert [step for step, _ in found["loss"]] == list(range(1, done + 1))
+
+
+@pytest.mark.usefixtures("tensorboard")
+def test_a_second_start_within_a_second_is_read_after_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Event files are read by name: whole second, host, process as text, so that "10" comes before "9"."""
+    monkeypatch.setattr(os, "getpid", lambda: 9)
+    time.sleep(1 - time.time() % 1)  # both starts fit into the second that begins
+    first = TensorBoard(tmp_path, step=0)
+    for step in range(1, 8):
+        first.log({"loss": 1.0}, step=step)
+    first.close()
+    monkeypatch.setattr(os, "getpid", lambda: 10)
+    second = TensorBoard(tmp_path, step=3)
+    second.log({"loss": 2.0}, step=4)
+    second.close()
+    assert in_tensorboard(tmp_path)["loss"] == [(1, 1.0), (2, 1.0), (3, 1.0), (4, 2.0)]
 
 
 @pytest.mark.usefixtures("tensorboard")

@@ -18,6 +18,7 @@ import contextlib
 import importlib
 import os
 import secrets
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -130,8 +131,13 @@ class TensorBoard:
 
     def __init__(self, out: Path, step: int) -> None:
         module = importlib.import_module(MODULES["tensorboard"])  # only those who ask for it have it
+        folder = out / "tensorboard"
+        # Files are read in the order of their names, which begin with whole seconds: of two starts within one second
+        # the later could be read first, and what it drops of the earlier would come back.
+        while any(folder.glob(f"events.out.tfevents.{int(time.time()):010d}.*")):
+            time.sleep(0.05)
         # From the beginning nothing is kept, an evaluation before the first step neither.
-        self._writer = module.SummaryWriter(str(out / "tensorboard"), purge_step=step + 1 if step else 0)
+        self._writer = module.SummaryWriter(str(folder), purge_step=step + 1 if step else 0)
 
     def log(self, scalars: Mapping[str, float], *, step: int) -> None:
         """Add one event a scalar."""

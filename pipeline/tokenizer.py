@@ -120,14 +120,15 @@ def open_tokenizer(spec: str) -> TokenizerFiles:
         raise ValueError(f"--tokenizer {spec}: no such folder, and not a hub id (owner/name). {LOCAL_OPTIONS}")
     from huggingface_hub import HfApi, snapshot_download
 
-    revision, failure = None, None
-    try:  # snapshot_download knows no overall time limit: ask for the commit first
-        revision = HfApi().model_info(spec, timeout=10).sha
+    failure = None
+    try:  # snapshot_download knows no overall time limit: see first whether the hub answers
+        HfApi().model_info(spec, timeout=10)
     except Exception as error:  # the hub client raises its HTTP library's errors too
         failure = error  # what was downloaded before serves without a network
     try:
+        # No revision: the cache remembers what a branch stood for, without a network too, only if asked for the branch.
         folder = snapshot_download(
-            spec, revision=revision, allow_patterns=list(FILES), etag_timeout=10, local_files_only=failure is not None
+            spec, allow_patterns=list(FILES), etag_timeout=10, local_files_only=failure is not None
         )
     except Exception as error:
         raise unreachable(f"--tokenizer {spec}", failure or error) from None

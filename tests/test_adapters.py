@@ -172,7 +172,7 @@ def test_the_tokenizer_comes_along_and_into_a_merged_checkpoint(tmp_path: Path) 
 
 @pytest.mark.parametrize("prefix", ["model.", "model.language_model."])
 def test_the_targets_are_whole_names_of_ours_alone(prefix: str) -> None:
-    pattern = adapters._peft_config(prefix, rank=1, alpha=1.0, base=None)["target_modules"]
+    pattern = adapters._peft_config(prefix, rank=1, alpha=1.0, base=None, revision=None)["target_modules"]
     assert re.fullmatch(pattern, f"{prefix}layers.12.mlp.up_proj")
     assert re.fullmatch(pattern, f"{prefix}layers.3.self_attn.o_proj")
     for foreign in (

@@ -4,14 +4,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-import huggingface_hub
 import pytest
 import torch
-from huggingface_hub.errors import LocalEntryNotFoundError
 from transformers import Qwen3_5ForCausalLM as Reference
 
 from tests.tiny import batch_of, random_documents, tiny_config, tiny_model
-from trainer import sizes
 from trainer.kernels import select
 from trainer.model import Qwen3_5ForCausalLM, keeps_fp32
 from trainer.sizes import SIZES, resolve_config, sample_config
@@ -146,37 +143,6 @@ def test_specs_that_name_nothing_say_what_would_do(tmp_path: Path) -> None:
     ):
         with pytest.raises(ValueError, match=words):
             resolve_config(spec)
-
-
-def test_an_unreachable_hub_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    def unreachable(*args: object, **kwargs: object) -> str:
-        assert kwargs["local_files_only"], "no download is tried once the hub did not answer"
-        raise LocalEntryNotFoundError("not cached")
-
-    def silent(*args: object, **kwargs: object) -> None:
-        assert kwargs["timeout"] == sizes.NETWORK_SECONDS
-        raise ConnectionError("no network")
-
-    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", silent)
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", unreachable)
-    with pytest.raises(ValueError, match=r"cannot be reached.*random:SIZE"):
-        resolve_config("Qwen/Qwen3.5-0.8B")
-
-
-def test_a_hub_id_reads_the_configuration_of_the_current_revision(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    path = write(tmp_path / "config.json", tiny_config().to_dict())
-    asked: list[object] = []
-
-    def download(repo: str, file: str, *, revision: str, local_files_only: bool) -> str:
-        asked.append((repo, file, revision, local_files_only))
-        return str(path)
-
-    monkeypatch.setattr(sizes, "hub_revision", lambda repo: "abc")
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
-    assert resolve_config("Qwen/Tiny").hidden_size == 64
-    assert asked == [("Qwen/Tiny", "config.json", "abc", False)]
 
 
 def test_the_samples_model_has_every_kind_of_layer_and_is_small() -> None:

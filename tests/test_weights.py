@@ -6,10 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import huggingface_hub
 import pytest
 import torch
-from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from torch import Tensor
@@ -20,7 +18,7 @@ from tests.tiny import batch_of, random_documents, tiny_model
 from trainer import exports, weights
 from trainer.model import Qwen3_5ForCausalLM, keeps_fp32
 from trainer.sizes import resolve_config
-from trainer.weights import export, load_weights, weights_folder
+from trainer.weights import export, load_weights
 
 
 def state_of(model: Qwen3_5ForCausalLM) -> dict[str, Tensor]:
@@ -129,26 +127,6 @@ def test_missing_and_damaged_files_are_named(tmp_path: Path) -> None:
     (tmp_path / weights.INDEX).write_text("[]", encoding="utf-8")
     with pytest.raises(ValueError, match="not a safetensors index"):
         load_weights(tiny_model(), tmp_path)
-
-
-def test_where_weights_come_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Any] = []
-
-    def snapshot(repo: str, **how: Any) -> str:
-        asked.append((repo, how["revision"], how["local_files_only"]))
-        if how["local_files_only"]:
-            raise LocalEntryNotFoundError("not cached")
-        return str(tmp_path)
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
-    assert weights_folder("random:4B") is None
-    assert weights_folder(str(tmp_path)) == tmp_path
-    monkeypatch.setattr(weights, "hub_revision", lambda repo: "abc")
-    assert weights_folder("Qwen/Tiny") == tmp_path
-    monkeypatch.setattr(weights, "hub_revision", lambda repo: None)
-    with pytest.raises(ValueError, match=r"cannot be fetched.*random:SIZE"):
-        weights_folder("Qwen/Tiny")
-    assert asked == [("Qwen/Tiny", "abc", False), ("Qwen/Tiny", None, True)]
 
 
 # --------------------------------------------------------------------------------------------- export

@@ -28,6 +28,7 @@ import tyro
 from torch import Tensor
 
 from trainer.exports import publishing, read_json, refuse_replacing, save_tensors, write_json
+from trainer.hub import weights_folder
 from trainer.lora import adapted
 from trainer.model import Qwen3_5ForCausalLM
 from trainer.weights import (
@@ -41,7 +42,6 @@ from trainer.weights import (
     generation_ends,
     parameter_name,
     read_tensor,
-    weights_folder,
     write_checkpoint,
 )
 
@@ -75,6 +75,7 @@ def export(
     tokenizer_dir: Path | None = None,
     eos_token_ids: Sequence[int] = (),
     base: str | None = None,
+    revision: str | None = None,
 ) -> Path:
     """Write the model's adapters as a folder that PEFT loads; return it.
 
@@ -84,6 +85,7 @@ def export(
         tokenizer_dir: the dataset's `tokenizer/`; copied.
         eos_token_ids: where generation ends; goes into generation_config.json, which `merge` reads.
         base: name of the base model for people and programs, a hub id or a folder; `source` by default.
+        revision: commit of a hub id.
 
     A former adapter at `out` is replaced; another folder there is refused.
     """
@@ -94,7 +96,7 @@ def export(
     base = base or (None if source is None else str(source))
     with publishing(out) as folder:
         save_tensors(tensors, folder / TENSORS)
-        write_json(folder / CONFIG, _peft_config(prefix, rank=rank, alpha=alpha, base=base))
+        write_json(folder / CONFIG, _peft_config(prefix, rank=rank, alpha=alpha, base=base, revision=revision))
         if eos_token_ids:
             write_json(folder / GENERATION, {"eos_token_id": list(eos_token_ids)})
         if tokenizer_dir is not None:
@@ -193,11 +195,12 @@ def _peft_tensors(model: Qwen3_5ForCausalLM, prefix: str) -> dict[str, Tensor]:
     }
 
 
-def _peft_config(prefix: str, *, rank: int, alpha: float, base: str | None) -> dict[str, Any]:
+def _peft_config(prefix: str, *, rank: int, alpha: float, base: str | None, revision: str | None) -> dict[str, Any]:
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
+        "revision": revision,
         "r": rank,
         "lora_alpha": int(alpha) if float(alpha).is_integer() else alpha,
         "lora_dropout": 0.0,

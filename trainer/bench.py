@@ -25,7 +25,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -36,8 +36,9 @@ import tyro
 
 from pipeline.shards import PackedDataset
 from trainer import curves, ladder
+from trainer.hub import is_random, pin
 from trainer.rungs import RUNGS, Job
-from trainer.sizes import is_random, resolve_config
+from trainer.sizes import resolve_config
 from trainer.step import Precision
 
 _started: set[subprocess.Popen[bytes]] = set()
@@ -183,6 +184,7 @@ def table(path: Path) -> str:
 def run_ladder(settings: Ladder, command: str) -> int:
     """Measure the rungs and print the table."""
     names = _names(settings.rungs, tuple(RUNGS), "--rungs")
+    settings = replace(settings, model=pin(settings.model))
     config = resolve_config(settings.model)
     path, rungs, shared = _begin(settings, "ladder", part="rungs")
     about = {"device": settings.device, "settings": shared, "command": command, "commit": find_commit(settings.commit)}
@@ -211,6 +213,7 @@ def run_ladder(settings: Ladder, command: str) -> int:
 def run_curves(settings: Curves, command: str) -> int:
     """Train every variant and print how far the curves lie apart."""
     names = _names(settings.variants, tuple(curves.VARIANTS), "--variants")
+    settings = replace(settings, model=pin(settings.model))
     resolve_config(settings.model)  # a wrong one is one error here, not one of every variant
     kind = "curves" if is_random(settings.model) else "curves-from-checkpoint"
     path, results, shared = _begin(settings, kind, part="variants")

@@ -33,6 +33,7 @@ from torch import nn
 from pipeline.shards import PackedDataset, Row
 from trainer import stock
 from trainer.batches import Reader, StepBatches, make_batch
+from trainer.hub import weights_folder
 from trainer.kernels import TABLE, Kernels, select
 from trainer.model import Qwen3_5ForCausalLM, keeps_fp32
 from trainer.optimizer import make_optimizer
@@ -40,7 +41,7 @@ from trainer.plan import Plan, stream_rows
 from trainer.sizes import ModelConfig, resolve_config
 from trainer.step import Precision, learning_rate, train_step
 from trainer.stock import Document
-from trainer.weights import load_weights, weights_folder
+from trainer.weights import load_weights
 
 VARIANTS = (
     "ours_packed", "stock_padded", "fused_padded", "ours_packed_noise", "ours_packed_noise_2", "stock_padded_noise",

@@ -10,12 +10,12 @@ from tokenizers import Tokenizer
 from transformers import Qwen3_5TextConfig
 
 from pipeline.shards import PackedDataset
-from trainer import memory
+from trainer import hub, memory, record
 from trainer.plan import Plan
 from trainer.settings import Settings
 from trainer.sizes import SIZES, ModelConfig, resolve_config, sample_config
 from trainer.step import Precision
-from trainer.world import World
+from trainer.world import World, on_rank_0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,6 +58,27 @@ def open_evaluation(path: Path, dataset: PackedDataset) -> PackedDataset:
     if len(found) == 0:
         raise ValueError(f"--eval-shards {path} has 0 rows; pack a source that has targets")
     return found
+
+
+def pin_model(settings: Settings, dataset: PackedDataset, world: World) -> str | None:
+    """The model that is asked for, or the one that the recipe names; None where neither does.
+
+    A hub id comes with its commit: that of the run where one is resumed, else what the hub holds now, equal on all
+    ranks. Raises ValueError where no run is to be resumed, or the hub is needed and cannot be reached.
+    """
+    spec: str | None = settings.model or dataset.manifest.recipe["tokenizer"]["model"]
+    if spec is None:
+        return None
+
+    def find() -> str:
+        if settings.resume and settings.out is not None:
+            record.require_folder(settings.out, resume=True)
+            former = str(record.read(settings.out)["settings"]["model"])
+            if former.startswith(f"{spec}@"):
+                return former
+        return hub.pin(spec)
+
+    return on_rank_0(world, find)
 
 
 def choose_model(spec: str | None, dataset: PackedDataset, *, sample_sha256: str) -> ModelConfig:

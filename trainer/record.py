@@ -60,7 +60,7 @@ _TEMPORARY = f".{CONFIG}.tmp"
 
 def default_folder(*, model: str, dataset_id: str, today: datetime.date) -> Path:
     """``runs/<date>-<model>-<first 8 digits of the dataset's identity>``."""
-    name = model.removesuffix(".json").rstrip("/")
+    name = re.sub("@[0-9a-f]{40}$", "", model).removesuffix(".json").rstrip("/")
     name = name.replace(":", "-").rsplit("/", 1)[-1] if "/" in name else name.replace(":", "-")
     return Path("runs") / f"{today.isoformat()}-{re.sub(r'[^A-Za-z0-9._-]+', '-', name)}-{dataset_id[:8]}"
 

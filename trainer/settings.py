@@ -33,8 +33,8 @@ class Settings:
     eval_shards: Path | None = None
     """A packed dataset to evaluate on; the same tokenizer, any row length. Each evaluation reads all of it."""
     model: str | None = None
-    """A hub id or a folder with weights, or random:SIZE or random:CONFIG.json for random ones. By default the model
-    whose tokenizer packed the shards."""
+    """A hub id (OWNER/NAME or OWNER/NAME@REVISION) or a folder with weights, or random:SIZE or random:CONFIG.json for
+    random ones. By default the model whose tokenizer packed the shards. The run keeps the hub's commit."""
     method: Method = "full"
     """full trains every weight, lora adapters on every linear layer but the head."""
     lora_rank: int = 16

@@ -14,9 +14,10 @@ import math
 from pathlib import Path
 from typing import Any
 
-import huggingface_hub
-from huggingface_hub.errors import RepositoryNotFoundError, StrictDataclassError
+from huggingface_hub.errors import StrictDataclassError
 from transformers import Qwen3_5TextConfig
+
+from trainer.hub import config_file
 
 ModelConfig = Qwen3_5TextConfig
 
@@ -29,9 +30,6 @@ COUNTS = (
     "linear_conv_kernel_dim",
 )  # fmt: skip
 """Fields of a configuration that are at least 1."""
-
-NETWORK_SECONDS = 5.0
-"""How long the hub may take to answer."""
 
 _COMMON: dict[str, Any] = {
     "vocab_size": 248320,
@@ -98,7 +96,7 @@ def resolve_config(spec: str) -> ModelConfig:
     """
     name = spec.removeprefix("random:")
     if name == spec:
-        config = _read(_config_file(spec))
+        config = _read(config_file(spec))
     elif name in SIZES:
         config = Qwen3_5TextConfig(**SIZES[name])
     elif name.endswith(".json"):
@@ -110,50 +108,6 @@ def resolve_config(spec: str) -> ModelConfig:
         )
     check_config(config)
     return config
-
-
-def is_random(spec: str) -> bool:
-    """Whether a `--model` value asks for random weights."""
-    return spec.startswith("random:")
-
-
-def hub_revision(repo_id: str) -> str | None:
-    """The commit that the hub holds now; None where it cannot be reached.
-
-    Asked with one try before anything is fetched: a download's own retries take half a minute.
-    Raises ValueError for a repository that does not exist or needs a login.
-    """
-    try:
-        return huggingface_hub.HfApi().model_info(repo_id, timeout=NETWORK_SECONDS).sha
-    except RepositoryNotFoundError as error:
-        raise ValueError(
-            f"--model {repo_id}: neither a folder here nor a model on the hub that you may read. Check the "
-            "spelling, log in with `hf auth login`, or use random:SIZE"
-        ) from error
-    except (OSError, huggingface_hub.errors.HTTPError):  # type: ignore[attr-defined]
-        return None
-
-
-def _config_file(spec: str) -> Path:
-    """Path of the config.json of a folder or hub id."""
-    folder = Path(spec)
-    if folder.is_dir():
-        return folder / "config.json"
-    if spec.count("/") != 1 or spec.startswith((".", "/", "~")):
-        raise ValueError(
-            f"--model {spec}: no such folder, and not a hub id of the form OWNER/NAME. Pass one of these, or "
-            f"random: with a size ({', '.join(SIZES)})"
-        )
-    revision = hub_revision(spec)
-    try:
-        return Path(
-            huggingface_hub.hf_hub_download(spec, "config.json", revision=revision, local_files_only=revision is None)
-        )
-    except OSError as error:
-        raise ValueError(
-            f"--model {spec}: {huggingface_hub.constants.ENDPOINT} cannot be reached, the local cache does not hold "
-            "this model, and there is no such folder. Pass a folder with config.json and safetensors, or random:SIZE"
-        ) from error
 
 
 def _read(path: Path) -> ModelConfig:

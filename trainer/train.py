@@ -27,9 +27,9 @@ import tyro
 from torch import Tensor
 
 from pipeline.shards import PackedDataset
-from trainer import adapters, checkpoint, lora, memory, record, trackers, weights
+from trainer import adapters, checkpoint, hub, lora, memory, record, trackers, weights
 from trainer.batches import Prefetch, Reader, StepBatches
-from trainer.inputs import Inputs, check_dataset, check_memory, choose_model, open_evaluation
+from trainer.inputs import Inputs, check_dataset, check_memory, choose_model, open_evaluation, pin_model
 from trainer.kernels import Kernels, select
 from trainer.liveline import LiveLine
 from trainer.metrics import Metrics, Work, duration, peak_flops
@@ -79,7 +79,7 @@ def prepare(settings: Settings, world: World) -> Inputs:
     check_settings(settings)
     on_rank_0(world, lambda: trackers.require(settings.track))
     dataset = PackedDataset.open(settings.shards)
-    spec = settings.model or dataset.manifest.recipe["tokenizer"]["model"]
+    spec = pin_model(settings, dataset, world)
     settings = resolve(settings, spec=spec, dataset_id=dataset.manifest.dataset_id, device=world.device)
     assert settings.out is not None
     assert settings.precision is not None
@@ -98,7 +98,7 @@ def prepare(settings: Settings, world: World) -> Inputs:
     return Inputs(
         settings=settings, world=world, dataset=dataset, eval_dataset=eval_dataset, config=config, plan=plan,
         estimate=estimate, out=settings.out, precision=settings.precision, recompute_layers=num_recomputed,
-        source=None if spec is None else weights.weights_folder(spec),
+        source=None if spec is None else hub.weights_folder(spec),
     )  # fmt: skip
 
 
@@ -419,9 +419,10 @@ def export(inputs: Inputs, model: Qwen3_5ForCausalLM, wide: Mapping[Tensor, Tens
             out, model=model, source=inputs.source, tokenizer_dir=tokenizer, eos_token_ids=eos_token_ids, masters=wide
         )  # fmt: skip
     else:
+        base, revision = hub.parse(str(settings.model)) if inputs.source else (None, None)
         adapters.export(
             out, model=model, source=inputs.source, rank=settings.lora_rank, alpha=settings.lora_alpha,
-            tokenizer_dir=tokenizer, eos_token_ids=eos_token_ids, base=settings.model if inputs.source else None,
+            tokenizer_dir=tokenizer, eos_token_ids=eos_token_ids, base=base, revision=revision,
         )  # fmt: skip
 
 

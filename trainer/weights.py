@@ -1,6 +1,6 @@
 """Hugging Face safetensors in and out, tensor by tensor.
 
-    load_weights(model, folder)                    # a folder, or weights_folder("Qwen/Qwen3.5-4B")
+    load_weights(model, folder)                    # a folder, or hub.weights_folder("Qwen/Qwen3.5-4B")
     export(out, model=model, source=folder, tokenizer_dir=dataset / "tokenizer", eos_token_ids=[248046, 248044])
 
 Reads single and sharded files, under the text model's own names (`model.layers...`) and under those of the released
@@ -23,7 +23,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import huggingface_hub
 import torch
 from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer
@@ -33,7 +32,6 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from trainer.exports import publishing, read_json, refuse_replacing, save_tensors, write_json
 from trainer.lora import adapted
 from trainer.model import Qwen3_5ForCausalLM, keeps_fp32
-from trainer.sizes import hub_revision, is_random
 
 GENERATION = "generation_config.json"
 INDEX = "model.safetensors.index.json"
@@ -53,31 +51,6 @@ _RELEASED, _TEXT = "model.language_model.", "model."
 
 _PROBE = "It's 3.14 o'clock\r\n\n  नमस्ते दुनिया, 你好世界 Größe e\u0301 don't 👩‍👩‍👧 x\t= [1,  22, 333]\n"
 """Marks, digits, blanks and contractions: where splitting rules differ."""
-
-
-def weights_folder(spec: str) -> Path | None:
-    """Local folder with the weights behind a `--model` value, fetched if need be; None for random weights.
-
-    Raises ValueError where the hub cannot be reached and the cache does not hold them.
-    """
-    if is_random(spec):
-        return None
-    if Path(spec).is_dir():
-        return Path(spec)
-    revision = hub_revision(spec)
-    try:
-        found = huggingface_hub.snapshot_download(
-            spec,
-            revision=revision,
-            allow_patterns=["*.safetensors", "*.json", "*.jinja", "merges.txt"],
-            local_files_only=revision is None,
-        )
-    except OSError as error:
-        raise ValueError(
-            f"--model {spec}: its weights are not in the local cache and cannot be fetched ({error}). "
-            "Pass a folder with config.json and safetensors, or random:SIZE"
-        ) from error
-    return Path(str(found))
 
 
 def load_weights(model: Qwen3_5ForCausalLM, folder: Path) -> None:

@@ -8,9 +8,12 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,22 +65,24 @@ def all_sum(values: list[int], *, device: torch.device) -> list[int]:
     return [int(value) for value in tensor.tolist()]
 
 
-def on_rank_0(world: World, act: Callable[[], object]) -> None:
-    """Do something on rank 0 alone, while the others wait for it.
+def on_rank_0(world: World, act: Callable[[], T]) -> T:
+    """Do something on rank 0 alone, while the others wait for it; returns on all ranks what ``act`` returned.
 
     Raises:
         ValueError: on all ranks, what ``act`` raised as a ValueError or OSError.
     """
-    raised = [""]
+    outcome: list[Any] = ["", None]
     if world.rank == 0:
         try:
-            act()
+            outcome[1] = act()
         except (ValueError, OSError) as error:
-            raised = [str(error)]
+            outcome[0] = str(error)
     if dist.is_initialized():
-        dist.broadcast_object_list(raised)
-    if raised[0]:
-        raise ValueError(raised[0])
+        dist.broadcast_object_list(outcome)
+    raised, result = outcome
+    if raised:
+        raise ValueError(raised)
+    return cast("T", result)
 
 
 def barrier() -> None:

@@ -1,0 +1,124 @@
+"""Models on the Hugging Face hub, always of one commit.
+
+    pin("Qwen/Qwen3.5-4B")              "Qwen/Qwen3.5-4B@<commit>": what the hub holds now
+    pin("Qwen/Qwen3.5-4B@main")         a branch, a tag or a commit may be named
+    config_file("Qwen/Qwen3.5-4B@...")  path of its config.json in the local cache, nothing else is fetched
+    weights_folder("Qwen/...")          folder with all of it; of a local folder itself; None for random weights
+
+Guarantees: what was downloaded before serves without a network; without one an error comes within seconds.
+Costs: one small request before each download, because a download's own retries take half a minute.
+"""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import huggingface_hub
+from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
+
+HUB_ID = re.compile(r"([\w.-]+/[\w.-]+?)(?:@([\w./-]+))?")
+"""OWNER/NAME, or OWNER/NAME@REVISION."""
+
+NETWORK_SECONDS = 5.0
+"""How long the hub may take to answer."""
+
+WEIGHTS = ("*.safetensors", "*.json", "*.jinja", "merges.txt")
+"""Files of a checkpoint: weights, configurations, tokenizer, template."""
+
+ADVICE = "Pass a folder with config.json and safetensors, or random:SIZE"
+
+
+def is_random(spec: str) -> bool:
+    """Whether a `--model` value asks for random weights."""
+    return spec.startswith("random:")
+
+
+def pin(spec: str) -> str:
+    """A hub id with the commit that it stands for now, `OWNER/NAME@COMMIT`; every other `--model` value as it is.
+
+    Raises ValueError for what is no model, or cannot be reached and was never downloaded.
+    """
+    if is_random(spec) or Path(spec).is_dir():
+        return spec
+    # The cache keeps a file as .../snapshots/COMMIT/NAME, which tells the commit without a network too.
+    return f"{parse(spec)[0]}@{config_file(spec).parent.name}"
+
+
+def parse(spec: str) -> tuple[str, str | None]:
+    """(name, revision) of a hub id, and (folder, None) of a folder. Raises ValueError for anything else."""
+    if Path(spec).is_dir():
+        return spec, None
+    found = None if spec.startswith(".") else HUB_ID.fullmatch(spec)
+    if found is None:
+        raise ValueError(
+            f"--model {spec}: no such folder, and not a hub id of the form OWNER/NAME or OWNER/NAME@REVISION. {ADVICE}"
+        )
+    return found[1], found[2]
+
+
+def config_file(spec: str) -> Path:
+    """Path of the config.json of a folder or hub id.
+
+    Raises ValueError for what is neither, or cannot be reached and was never downloaded.
+    """
+    if Path(spec).is_dir():
+        return Path(spec) / "config.json"
+    return _fetch(
+        spec,
+        lambda name, revision, offline: huggingface_hub.hf_hub_download(
+            name, "config.json", revision=revision, local_files_only=offline
+        ),
+    )
+
+
+def weights_folder(spec: str) -> Path | None:
+    """Local folder with the weights behind a `--model` value, fetched if need be; None for random weights.
+
+    Raises ValueError where the hub cannot be reached and the cache does not hold them.
+    """
+    if is_random(spec):
+        return None
+    if Path(spec).is_dir():
+        return Path(spec)
+    return _fetch(
+        spec,
+        lambda name, revision, offline: huggingface_hub.snapshot_download(
+            name, revision=revision, allow_patterns=list(WEIGHTS), local_files_only=offline
+        ),
+    )
+
+
+def _fetch(spec: str, get: Callable[[str, str | None, bool], str]) -> Path:
+    """What `get(name, revision, offline)` finds.
+
+    It is given the revision as asked, not its commit: the cache remembers what a branch stood for only if it was asked
+    for the branch, and needs that without a network.
+    """
+    name, revision = parse(spec)
+    offline = not _reachable(name, revision)
+    try:
+        return Path(get(name, revision, offline))
+    except OSError as error:
+        raise ValueError(
+            f"--model {spec}: {huggingface_hub.constants.ENDPOINT} cannot be reached, or what it holds cannot be "
+            f"fetched, and the local cache does not hold it ({error}). {ADVICE}"
+        ) from error
+
+
+def _reachable(name: str, revision: str | None) -> bool:
+    """Whether the hub answers, and holds this.
+
+    Raises ValueError for a repository or revision that does not exist, or that needs a login.
+    """
+    try:
+        huggingface_hub.HfApi().model_info(name, revision=revision, timeout=NETWORK_SECONDS)
+    except RepositoryNotFoundError as error:
+        raise ValueError(
+            f"--model {name}: neither a folder here nor a model on the hub that you may read. Check the spelling, log "
+            "in with `hf auth login`, or use random:SIZE"
+        ) from error
+    except RevisionNotFoundError as error:
+        raise ValueError(f"--model {name}@{revision}: the hub has this model, but no such revision of it") from error
+    except (OSError, huggingface_hub.errors.HTTPError):  # type: ignore[attr-defined]
+        return False
+    return True

@@ -35,7 +35,13 @@ def started(tmp_path: Path, module: str, disposition: Any) -> subprocess.Popen[s
     return process
 
 
-@pytest.mark.parametrize("module", ["pipeline.pack", "pipeline.verify"])
+COMMANDS = (
+    "pipeline.pack", "pipeline.verify", "pipeline.report", "trainer.train", "trainer.doctor", "trainer.bench",
+    "trainer.timeline", "trainer.adapters", "trainer.report",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("module", COMMANDS)
 def test_ctrl_c_during_imports_exits_130_without_a_traceback(tmp_path: Path, module: str) -> None:
     process = started(tmp_path, module, signal.SIG_DFL)
     process.send_signal(signal.SIGINT)

@@ -32,7 +32,7 @@ from tests.training import (
     packed,
     run,
 )
-from trainer import checkpoint, train
+from trainer import checkpoint, inputs, train
 from trainer.kernels import select
 from trainer.model import keeps_fp32
 from trainer.record import command, default_folder
@@ -268,7 +268,7 @@ def test_the_samples_tokenizer_takes_the_small_built_in_model(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shards = packed(tmp_path / "packed", tokenizer_sha256="5" * 64)
-    monkeypatch.setattr(train, "SAMPLE_TOKENIZER_SHA256", "5" * 64)
+    monkeypatch.setattr(inputs, "SAMPLE_TOKENIZER_SHA256", "5" * 64)
     assert train.main(["--shards", str(shards), "--out", str(tmp_path / "run"), "--steps", "1"]) == 0
     found = json.loads((tmp_path / "run" / "config.json").read_text())
     assert (found["settings"]["model"], found["model"]["vocab_size"]) == (None, VOCAB)
@@ -276,7 +276,7 @@ def test_the_samples_tokenizer_takes_the_small_built_in_model(
 
 def test_the_samples_tokenizer_is_the_one_that_is_recognised() -> None:
     file = ROOT / "data" / "sample" / "tokenizer.json"
-    assert hashlib.sha256(file.read_bytes()).hexdigest() == train.SAMPLE_TOKENIZER_SHA256
+    assert hashlib.sha256(file.read_bytes()).hexdigest() == inputs.SAMPLE_TOKENIZER_SHA256
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,11 @@ Costs: an adapter is one file of (inputs + outputs) * rank numbers a layer; merg
 file of the result.
 """
 
+from pipeline.interrupt import hear, quiet_imports
+
+if __name__ == "__main__":
+    quiet_imports("\ninterrupted")
+
 import json
 import math
 import sys
@@ -278,6 +283,7 @@ class Text:
 
 def main() -> int:
     """The command line. Returns the exit status: 0, or 2 where nothing was written, 130 after Ctrl-C."""
+    hear()
     settings: Merge | Text = tyro.extras.subcommand_cli_from_dict(
         {"merge": Merge, "text": Text}, prog="python -m trainer.adapters"
     )

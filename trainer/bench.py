@@ -13,6 +13,11 @@ anything runs; Ctrl-C and SIGTERM end the processes too.
 Costs: importing and compiling for every process, half a minute on a machine that has the kernels in its cache.
 """
 
+from pipeline.interrupt import hear, quiet_imports
+
+if __name__ == "__main__":
+    quiet_imports("\ninterrupted")
+
 import json
 import os
 import platform
@@ -146,6 +151,7 @@ class Table:
 
 def main(args: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code: 0, 1 if something measured failed, 2 for an error of the input."""
+    hear()
     given = sys.argv[1:] if args is None else list(args)
     commands = (
         Annotated[Ladder, tyro.conf.subcommand("ladder")]

@@ -16,6 +16,11 @@ Guarantees: the bounds have reasons (printed with a failure); NaN, a missing gra
 Costs: under a minute, and the compilation of each kernel for one row length, which is timed apart.
 """
 
+from pipeline.interrupt import hear, quiet_imports
+
+if __name__ == "__main__":
+    quiet_imports("\ninterrupted")
+
 import dataclasses
 import functools
 import json
@@ -252,6 +257,7 @@ def _plain(number: float) -> float | str:
 
 def main(args: Sequence[str] | None = None) -> int:
     """Run the command line; returns 0, 1 if a check failed, 2 if nothing could be examined, 130 after Ctrl-C."""
+    hear()
     settings = tyro.cli(Settings, prog="python -m trainer.doctor", args=args, config=(tyro.conf.FlagCreatePairsOff,))
     name = settings.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if name == "cuda" and not torch.cuda.is_available():

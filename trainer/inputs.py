@@ -1,4 +1,4 @@
-"""What a run is given fits together: shards, evaluation shards and the model's configuration.
+"""What a run is given is opened and fits together: shards, evaluation shards and the model's configuration.
 
 Guarantees: every mismatch is an error of one message before any weight is read, with what to pass instead.
 """
@@ -10,12 +10,15 @@ from tokenizers import Tokenizer
 from transformers import Qwen3_5TextConfig
 
 from pipeline.shards import PackedDataset
-from trainer import hub, memory, record
+from trainer import hub, memory, record, trackers
 from trainer.plan import Plan
-from trainer.settings import Settings
+from trainer.settings import Settings, check_settings, recompute_layers, resolve
 from trainer.sizes import SIZES, ModelConfig, resolve_config, sample_config
 from trainer.step import Precision
-from trainer.world import World, on_rank_0
+from trainer.world import World, on_rank_0, say
+
+SAMPLE_TOKENIZER_SHA256 = "ea5234817e8cd4d3f69f5198f378d6abc2fe319597459b014c0168a0a5467d22"
+"""tokenizer_sha256 of ``data/sample``: its shards train a small built-in configuration without ``--model``."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,6 +47,38 @@ class Inputs:
     """How many layers compute their activations again."""
     source: Path | None
     """Folder of the weights that the run begins with; None for random ones."""
+
+
+def prepare(settings: Settings, world: World) -> Inputs:
+    """Open and check everything that needs no weight.
+
+    Raises:
+        ValueError: for settings, shards or a model that are wrong, do not fit together, or not into memory.
+    """
+    check_settings(settings)
+    on_rank_0(world, lambda: trackers.require(settings.track))
+    dataset = PackedDataset.open(settings.shards)
+    spec = pin_model(settings, dataset, world)
+    settings = resolve(settings, spec=spec, dataset_id=dataset.manifest.dataset_id, device=world.device)
+    assert settings.out is not None
+    assert settings.precision is not None
+    record.require_folder(settings.out, resume=settings.resume)
+    eval_dataset = open_evaluation(settings.eval_shards, dataset) if settings.eval_shards else None
+    plan = Plan.build(
+        num_rows=len(dataset), seed=settings.seed, rows_per_step=settings.rows_per_step, epochs=settings.epochs,
+        steps=settings.steps,
+    )  # fmt: skip
+    config = choose_model(spec, dataset)
+    check_dataset(dataset, config, model=spec or "the sample's model")
+    if settings.warmup_steps >= (total := plan.steps_left(rows_seen=0)):
+        say(world, f"warning: --warmup-steps {settings.warmup_steps}, but {total} steps: the learning rate never falls")
+    num_recomputed = recompute_layers(settings, num_layers=config.num_hidden_layers)
+    estimate = check_memory(settings, config, dataset, world=world, num_recomputed=num_recomputed)
+    return Inputs(
+        settings=settings, world=world, dataset=dataset, eval_dataset=eval_dataset, config=config, plan=plan,
+        estimate=estimate, out=settings.out, precision=settings.precision, recompute_layers=num_recomputed,
+        source=None if spec is None else hub.weights_folder(spec),
+    )  # fmt: skip
 
 
 def open_evaluation(path: Path, dataset: PackedDataset) -> PackedDataset:
@@ -81,13 +116,12 @@ def pin_model(settings: Settings, dataset: PackedDataset, world: World) -> str |
     return on_rank_0(world, find)
 
 
-def choose_model(spec: str | None, dataset: PackedDataset, *, sample_sha256: str) -> ModelConfig:
+def choose_model(spec: str | None, dataset: PackedDataset) -> ModelConfig:
     """The configuration behind ``spec``, or the small one for the sample's own tokenizer.
 
     Args:
         spec: a ``--model`` value or the model that the recipe names; None where it names none.
         dataset: the shards.
-        sample_sha256: hash of the sample's tokenizer.
 
     Raises:
         ValueError: there is no model, or its configuration cannot be had.
@@ -95,7 +129,7 @@ def choose_model(spec: str | None, dataset: PackedDataset, *, sample_sha256: str
     if spec is not None:
         return resolve_config(spec)
     tokenizer = dataset.manifest.recipe["tokenizer"]
-    if tokenizer["tokenizer_sha256"] != sample_sha256:
+    if tokenizer["tokenizer_sha256"] != SAMPLE_TOKENIZER_SHA256:
         raise ValueError(
             f"the tokenizer of {dataset.path} was a local folder, which names no model. Pass --model: a hub id "
             "such as Qwen/Qwen3.5-0.8B, a folder with config.json and safetensors, or random: with one of "

@@ -16,6 +16,11 @@ Costs: the whole trace in memory, some 2 KB an event; a few seconds for a millio
 CPU: its times are for comparing, those of a run without it are the true ones.
 """
 
+from pipeline.interrupt import hear, quiet_imports
+
+if __name__ == "__main__":
+    quiet_imports("\ninterrupted")
+
 import bisect
 import gzip
 import json
@@ -377,6 +382,7 @@ class Settings:
 
 def main(args: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code: 0, 2 for a file that is no trace, 130 after Ctrl-C."""
+    hear()
     settings = tyro.cli(Settings, prog="python -m trainer.timeline", args=args, config=(tyro.conf.FlagCreatePairsOff,))
     found: dict[str, dict[str, Any]] = {}
     try:

@@ -3,7 +3,7 @@
     python -m trainer.train --shards data/packed --model random:0.8B --epochs 1
     torchrun --nproc-per-node 2 -m trainer.train --shards data/packed ...
 
-1. open     shards, checked; the model's configuration; what does not fit together or into memory is refused here
+1. prepare  shards, checked; the model's configuration; what does not fit together or into memory is refused
 2. build    kernels, model, optimizer; weights random, from a checkpoint folder, or from the run that is resumed
 3. loop     plan -> batches (read ahead) -> step -> metrics; evaluation and checkpoints where they are due
 4. export   a Hugging Face folder that transformers loads
@@ -12,6 +12,11 @@ Guarantees: on the CPU two runs of the same settings are equal bit by bit, and s
 moment and any number of times, and resumed; Ctrl-C or a kill leaves no half-written checkpoint.
 Costs: memory as ``trainer.memory`` says before it begins; 12 bytes a trained parameter on disk for each checkpoint.
 """
+
+from pipeline.interrupt import hear, quiet_imports
+
+if __name__ == "__main__":
+    quiet_imports("\ninterrupted")
 
 import contextlib
 import dataclasses
@@ -29,22 +34,19 @@ from torch import Tensor
 from pipeline.shards import PackedDataset
 from trainer import adapters, checkpoint, hub, lora, memory, record, trackers, weights
 from trainer.batches import Prefetch, Reader, StepBatches
-from trainer.inputs import Inputs, check_dataset, check_memory, choose_model, open_evaluation, pin_model
+from trainer.inputs import Inputs, prepare
 from trainer.kernels import Kernels, select
 from trainer.liveline import LiveLine
 from trainer.metrics import Metrics, Work, duration, peak_flops
 from trainer.model import Qwen3_5ForCausalLM
 from trainer.optimizer import make_optimizer, masters
-from trainer.plan import Cursor, Plan
+from trainer.plan import Cursor
 from trainer.report.log import CONFIG, METRICS, TRACE
-from trainer.settings import Settings, check_settings, recompute_layers, resolve
+from trainer.settings import Settings
 from trainer.step import CALM_DOWN, DivergedError, Precision, evaluate, learning_rate, require_finite, train_step
 from trainer.tracing import tracer
 from trainer.warmup import row_counts, warm_up
-from trainer.world import World, barrier, join_world, on_rank_0, say
-
-SAMPLE_TOKENIZER_SHA256 = "ea5234817e8cd4d3f69f5198f378d6abc2fe319597459b014c0168a0a5467d22"
-"""tokenizer_sha256 of ``data/sample``: its shards train a small built-in configuration without ``--model``."""
+from trainer.world import barrier, join_world, on_rank_0, say
 
 DTYPES: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -54,6 +56,7 @@ STEPS_BEFORE_TRACE = 3
 
 def main(args: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code: 0, 2 for an error of the input, 130 after Ctrl-C."""
+    hear()
     try:
         settings = tyro.cli(Settings, prog="python -m trainer.train", args=args, config=(tyro.conf.FlagCreatePairsOff,))
         with join_world() as world:
@@ -65,41 +68,6 @@ def main(args: Sequence[str] | None = None) -> int:
         print(f"\nerror: {error}", file=sys.stderr)
         return 2
     return 0
-
-
-# ----------------------------------------------------------------------------------------------- 1. open
-
-
-def prepare(settings: Settings, world: World) -> Inputs:
-    """Open and check everything that needs no weight.
-
-    Raises:
-        ValueError: for settings, shards or a model that are wrong, do not fit together, or not into memory.
-    """
-    check_settings(settings)
-    on_rank_0(world, lambda: trackers.require(settings.track))
-    dataset = PackedDataset.open(settings.shards)
-    spec = pin_model(settings, dataset, world)
-    settings = resolve(settings, spec=spec, dataset_id=dataset.manifest.dataset_id, device=world.device)
-    assert settings.out is not None
-    assert settings.precision is not None
-    record.require_folder(settings.out, resume=settings.resume)
-    eval_dataset = open_evaluation(settings.eval_shards, dataset) if settings.eval_shards else None
-    plan = Plan.build(
-        num_rows=len(dataset), seed=settings.seed, rows_per_step=settings.rows_per_step, epochs=settings.epochs,
-        steps=settings.steps,
-    )  # fmt: skip
-    config = choose_model(spec, dataset, sample_sha256=SAMPLE_TOKENIZER_SHA256)
-    check_dataset(dataset, config, model=spec or "the sample's model")
-    if settings.warmup_steps >= (total := plan.steps_left(rows_seen=0)):
-        say(world, f"warning: --warmup-steps {settings.warmup_steps}, but {total} steps: the learning rate never falls")
-    num_recomputed = recompute_layers(settings, num_layers=config.num_hidden_layers)
-    estimate = check_memory(settings, config, dataset, world=world, num_recomputed=num_recomputed)
-    return Inputs(
-        settings=settings, world=world, dataset=dataset, eval_dataset=eval_dataset, config=config, plan=plan,
-        estimate=estimate, out=settings.out, precision=settings.precision, recompute_layers=num_recomputed,
-        source=None if spec is None else hub.weights_folder(spec),
-    )  # fmt: skip
 
 
 # ---------------------------------------------------------------------------------------------- 2. build

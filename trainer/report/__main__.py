@@ -11,6 +11,11 @@ disturbed. The page loads nothing and runs nothing. Needs no torch.
 Costs: under a second; 4 s for 100,000 steps, 15 s and 1.6 GB for a trace of 280 MB.
 """
 
+from pipeline.interrupt import hear, quiet_imports
+
+if __name__ == "__main__":
+    quiet_imports("\ninterrupted")
+
 import dataclasses
 import json
 import os
@@ -51,6 +56,7 @@ class Settings:
 
 def main(args: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code: 0, 2 for input that cannot be read, 130 after Ctrl-C."""
+    hear()
     settings = tyro.cli(Settings, prog="python -m trainer.report", args=args, config=(tyro.conf.FlagCreatePairsOff,))
     try:
         now = time.time()

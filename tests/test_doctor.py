@@ -344,6 +344,24 @@ def test_an_exception_in_a_kernel_is_a_finding() -> None:
     assert {(f.operation, f.reason) for f in failed} == {("causal_conv", "RuntimeError: misaligned address")}
 
 
+def test_too_little_memory_is_no_wrong_kernel(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def greedy(*_: Any) -> Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB.")
+
+    chosen = dataclasses.replace(select(CPU), causal_conv=greedy)
+    monkeypatch.setattr(doctor, "NARROW", SMALL)
+    monkeypatch.setattr(doctor, "select", lambda *_, **__: chosen)
+    assert doctor.main(["--device", "cpu", "--short"]) == 2
+    error = capsys.readouterr().err
+    assert "error: too little memory on cpu" in error
+    assert "Tried to allocate 9 GiB" in error
+    for operations in ([], ["causal_conv"]):  # the model, an operation
+        with pytest.raises(ValueError, match="some 50 GiB"):
+            examine(chosen, operations=operations, model=not operations)
+
+
 def test_memory_that_a_kernel_forgets_to_write_does_not_hold_the_right_numbers() -> None:
     seen: list[int] = []
 

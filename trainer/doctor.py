@@ -41,6 +41,9 @@ from trainer.kernels import TABLE, Choice, Kernels, select
 from trainer.proofs import Finding, Subject, examine_case, run
 from trainer.proofs_model import build, examine_model, run_model
 
+MEMORY_GIB = 50
+"""What the checks take on a GPU, from the bytes that live in the fp64 references of 48 heads at 8,192 tokens."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
@@ -80,13 +83,23 @@ def examine(
         model: whether to examine the small model too.
         sizes: by default `RELEASED` on a GPU, `NARROW` on a CPU.
         say: is told every finding as it comes.
+
+    Raises:
+        ValueError: there is too little memory to examine them.
     """
     maker = _maker(device, sizes, seed)
     wanted = operations if operations is not None else MIXING if short else tuple(TABLE)
     findings: list[Finding] = []
-    for finding in _findings(kernels, maker, wanted, short=short, model=model):
-        say(finding)
-        findings.append(finding)
+    try:
+        for finding in _findings(kernels, maker, wanted, short=short, model=model):
+            say(finding)
+            findings.append(finding)
+    except torch.OutOfMemoryError as error:
+        raise ValueError(
+            f"too little memory on {device} to prove its kernels: their references compute in fp64 and need some "
+            f"{MEMORY_GIB} GiB ({str(error).splitlines()[0]}). End what else uses it (nvidia-smi names it), or choose "
+            "another GPU with CUDA_VISIBLE_DEVICES."
+        ) from None
     return findings
 
 
@@ -122,7 +135,7 @@ def require(kernels: Kernels, device: torch.device, *, sizes: Sizes | None = Non
     """The short form: the whole model and the operations that mix tokens.
 
     Raises:
-        ValueError: naming every operation that failed, what served it, and what to do.
+        ValueError: naming every operation that failed, what served it, and what to do; or for too little memory.
     """
     failed = [finding for finding in examine(kernels, device, short=True, sizes=sizes) if not finding.passed]
     if device.type == "cuda":
@@ -272,6 +285,9 @@ def main(args: Sequence[str] | None = None) -> int:
         print(f"  {choice.operation:<17} {choice.implementation} {choice.version} ({choice.why})")
     try:
         _examine_all(report, kernels, device, settings)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print(f"\ninterrupted after {len(report.findings)} checks", file=sys.stderr)
         return 130

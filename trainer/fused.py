@@ -3,7 +3,8 @@
 Only `trainer.kernels` imports this, and only where a GPU is used. Measured times are in data/records; `trainer.doctor`
 compares every function here with its reference.
 
-Guarantees: boundaries reach every kernel that mixes tokens; no host synchronisation; one compilation a shape.
+Guarantees: boundaries reach every kernel that mixes tokens; one compilation a shape; no host synchronisation, but for
+fla's delta rule and convolution, second choices, which wait once a batch for tables of their own.
 
 Shapes: T tokens of the packed batch, D width, C channels, W conv width, H heads, G key/value heads, K key dim,
 V value dim (in the loss: vocabulary), R rotary dims, N targets.
@@ -24,19 +25,31 @@ from trainer.reference import Boundaries
 LOSS_BYTES = 2**29
 """Logits alive at once in the loss: 512 MiB, some 1,000 tokens of 248,320 entries in bf16."""
 
-# Rows of a few lengths, each forward, computed again and in evaluation, are more than torch's 8: it would run the rest
-# uncompiled, saying so in its log alone.
-torch._dynamo.config.recompile_limit = 64
+RECOMPILE_LIMIT = 64
+"""Rows of a few lengths, each forward, computed again and in evaluation, are more than torch's 8: it would run the rest
+uncompiled, saying so in its log alone."""
+
+
+def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """torch.compile, for up to ``RECOMPILE_LIMIT`` shapes, in whatever thread: the backward pass has its own.
+
+    Static shapes: a run has one row length, and dynamic ones cost speed.
+    """
+    # From torch 2.12 on a setting counts in the thread alone that made it, and the function has the parameter.
+    torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
+    if "recompile_limit" in inspect.signature(torch.compile).parameters:
+        options["recompile_limit"] = RECOMPILE_LIMIT
+    return torch.compile(function, dynamic=False, **options)
+
 
 # Norms and gates are bound by memory: the compiler fuses each with what stands around it, forward and backward.
-# Static shapes: a run has one row length, and dynamic ones cost speed.
-rms_norm = torch.compile(reference.rms_norm, dynamic=False)
-add_rms_norm = torch.compile(reference.add_rms_norm, dynamic=False)
-norm_rotary = torch.compile(reference.norm_rotary, dynamic=False)
-delta_gates = torch.compile(reference.delta_gates, dynamic=False)
-output_gate = torch.compile(reference.output_gate, dynamic=False)
-gated_rms_norm = torch.compile(reference.gated_rms_norm, dynamic=False)
-swiglu = torch.compile(reference.swiglu, dynamic=False)
+rms_norm = compiled(reference.rms_norm)
+add_rms_norm = compiled(reference.add_rms_norm)
+norm_rotary = compiled(reference.norm_rotary)
+delta_gates = compiled(reference.delta_gates)
+output_gate = compiled(reference.output_gate)
+gated_rms_norm = compiled(reference.gated_rms_norm)
+swiglu = compiled(reference.swiglu)
 
 
 def delta_rule_flash_qla(
@@ -62,7 +75,10 @@ def delta_rule_flash_qla(
 def delta_rule_fla(
     query_TGK: Tensor, key_TGK: Tensor, value_THV: Tensor, decay_TH: Tensor, beta_TH: Tensor, bounds: Boundaries
 ) -> Tensor:
-    """fla's Triton kernels; its hand-over to other packages is passed by, so that what was chosen runs."""
+    """fla's kernels; its hand-over of the whole operation to other packages is passed by, so that its own run.
+
+    Where TileLang is installed parts of its backward pass may still be TileLang's on Hopper.
+    """
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
     _require_narrow("fla", value_THV)
@@ -129,7 +145,11 @@ def loss(hidden_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, num_targets: in
 
 
 class _ChunkedLoss(torch.autograd.Function):
-    """Gradients are computed along with the loss, so that no logit is kept or computed twice."""
+    """Gradients are computed along with the loss, so that no logit is kept or computed twice.
+
+    The head's gradient is a sum over the parts in its own dtype, rounded once a part: one row of 8,192 targets of the
+    released vocabulary has 8.
+    """
 
     @staticmethod
     def forward(ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, want_grad: bool) -> Tensor:  # noqa: FBT001

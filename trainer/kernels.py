@@ -187,7 +187,7 @@ def _needs_hopper(device: torch.device) -> str | None:
 
 
 def _wrong_gradients(device: torch.device) -> str | None:
-    """Triton from 3.4 to before 3.7.1 computes wrong delta-rule gradients on Hopper; fla refuses to run there."""
+    """Triton from 3.4 to before 3.7.1 computes wrong delta-rule gradients on Hopper."""
     version = _version("triton")
     numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:3])  # of 3.4.0+git1234, too
     affected = torch.cuda.get_device_capability(device)[0] == 9 and (3, 4) <= numbers < (3, 7, 1)

@@ -187,6 +187,8 @@ def examine_case(subject: Subject, case: Case, maker: Maker) -> Iterator[Finding
         yield from _agreement(subject, case, maker)
         if case.bounds is not None and not case.brief:
             yield from _isolation(subject, case, maker)
+    except torch.OutOfMemoryError:
+        raise  # says nothing of the kernel: the references in fp64 need most of it
     except Exception as error:
         text = f"{type(error).__name__}: {error}".strip().splitlines()[0]
         yield subject.finding(f"{case.name}: runs", math.nan, 0.0, text)

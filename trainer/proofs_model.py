@@ -105,6 +105,8 @@ def examine_model(kernels: Kernels, maker: Maker, *, short: bool, implementation
             findings.extend(_agreement(subject, name, model, batch, maker, brief=brief))
             if not brief:
                 findings.extend(_isolation(subject, name, model, batch, maker))
+    except torch.OutOfMemoryError:
+        raise
     except Exception as error:
         text = f"{type(error).__name__}: {error}".strip().splitlines()[0]
         findings.append(subject.finding("runs", math.nan, 0.0, text))

@@ -4,6 +4,7 @@ Guarantees: after an error in one process the others end too (torchrun sees its 
 """
 
 import contextlib
+import datetime
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -30,6 +31,11 @@ class World:
     """Where it computes."""
 
 
+PATIENCE = datetime.timedelta(hours=6)
+"""How long ranks wait for each other: torch's 10 minutes are less than a large checkpoint takes on a slow disk, while
+which the other ranks wait for the one that writes. That a process has ended torchrun sees by itself."""
+
+
 @contextlib.contextmanager
 def join_world() -> Iterator[World]:
     """Join the processes that torchrun started, or be alone."""
@@ -42,9 +48,9 @@ def join_world() -> Iterator[World]:
         torch.cuda.set_device(device)
     if size > 1:
         if device.type == "cuda":
-            dist.init_process_group("nccl", device_id=device)  # else a barrier has to guess the GPU
+            dist.init_process_group("nccl", device_id=device, timeout=PATIENCE)  # else a barrier has to guess the GPU
         else:
-            dist.init_process_group("gloo")
+            dist.init_process_group("gloo", timeout=PATIENCE)
     yield World(rank=rank, size=size, local_size=local_size, device=device)
     if size > 1:  # after an error the others may be waiting in a call: ending the process is what frees them
         dist.destroy_process_group()

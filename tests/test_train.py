@@ -337,7 +337,8 @@ def test_the_command_line_of_settings_gives_them_back() -> None:
     assert both.endswith(" --track tensorboard --track wandb")
 
 
-def test_help_reads_like_documentation(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_reads_like_documentation(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "100")  # in a narrow terminal words lie in more than one column
     with pytest.raises(SystemExit) as caught:
         train.main(["--help"])
     assert caught.value.code == 0

@@ -151,28 +151,26 @@ class Moments:
     def _run(self, settings: Settings, seconds: float, number: int) -> tuple[float, int, str]:
         begun, process = time.monotonic(), start(settings)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(timeout=min(seconds, 300))
+            process.wait(timeout=min(seconds, 600))
         text = end_group(process, number)[1]
         return time.monotonic() - begun, process.returncode, text
 
     def interrupt(self, name: str, number: int) -> Iterator[tuple[Settings, int, str]]:
         """Runs that got a signal before their end, ``num`` of them: settings, exit status, output."""
         shares = self._rng.permutation((np.arange(self._num) + self._rng.random(self._num)) / self._num)
-        done = 0
-        for i in range(4 * self._num):
+        for i, share in enumerate(shares):
             key = (1 + i % 3, i % 2 == 0)
-            settings = self._scene.settings(f"{name}{i}", workers=key[0])
-            if key[1]:
-                shutil.copytree(self._cache, settings.cache_dir)
-            seconds, status, text = self._run(settings, shares[done] * self._seconds[key], number)
-            if status == 0:  # this machine was quicker than before
-                self._seconds[key] = seconds
-                continue
-            print(f"{name} {done + 1} of {self._num}: {stage(settings)}", file=sys.stderr)
-            yield settings, status, text
-            done += 1
-            if done == self._num:
-                return
+            for attempt in range(20):
+                settings = self._scene.settings(f"{name}{i}-{attempt}", workers=key[0])
+                if key[1]:
+                    shutil.copytree(self._cache, settings.cache_dir)
+                seconds, status, text = self._run(settings, share * self._seconds[key], number)
+                if status:
+                    print(f"{name} {i + 1} of {self._num}: {stage(settings)}", file=sys.stderr)
+                    yield settings, status, text
+                    break
+                # This machine was quicker than before. It may be so again, so that each attempt comes a bit earlier.
+                self._seconds[key] = seconds * 0.95**attempt
 
 
 def kill(scene: Scene, right: dict[str, Any], *, seed: int, num: int) -> Count:
@@ -321,7 +319,7 @@ def two(scene: Scene, right: dict[str, Any], *, seed: int, num: int) -> Count:
         processes = [start(one)]
         time.sleep(float(rng.random()) * (0.5 if i % 4 < 2 else 0.01))
         processes.append(start(other))
-        texts = [process.communicate(timeout=300)[1] for process in processes]
+        texts = [process.communicate(timeout=600)[1] for process in processes]
         codes = [process.returncode for process in processes]
         refused = [
             "another run is writing there" in text and code == 2 for text, code in zip(texts, codes, strict=True)

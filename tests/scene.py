@@ -110,7 +110,7 @@ def end_group(process: "subprocess.Popen[str]", number: int) -> tuple[str, str]:
     """Send a signal to a process and all its workers, wait, return its output."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, number)
-    return process.communicate(timeout=120)
+    return process.communicate(timeout=600)
 
 
 def content(out: Path) -> dict[str, Any]:

@@ -7,7 +7,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from datetime import datetime
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,6 +22,12 @@ from tests.tiny import tiny_config
 from trainer import bench, ladder, metrics, rungs, stock
 
 CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _one_day(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Records are named after the day: midnight between two commands would make two of one."""
+    monkeypatch.setattr(bench, "datetime", SimpleNamespace(now=lambda zone: datetime(2026, 1, 2, tzinfo=zone)))
 
 
 @pytest.fixture(scope="module")
@@ -321,17 +329,27 @@ def test_an_unknown_rung_or_folder_is_an_error(
 def test_a_process_that_hangs_or_fails_leaves_what_it_handed_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    written = tmp_path / "written"
     (tmp_path / "made_up.py").write_text(
-        "import json, sys, time\n"
+        "import json, pathlib, sys, time\n"
         "job = json.load(open(sys.argv[1]))\n"
         "json.dump({'status': 'started', 'runs': [job['number']]}, open(sys.argv[2], 'w'))\n"
-        "if job['hang']: time.sleep(60)\n"
+        f"if job['hang']: pathlib.Path({str(written)!r}).touch(); time.sleep(900)\n"
         "raise RuntimeError('broken')\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    failed = bench.in_a_process("made_up", {"number": 1, "hang": False}, timeout=30)
+    failed = bench.in_a_process("made_up", {"number": 1, "hang": False}, timeout=300)
     assert failed == {"status": "failed", "detail": "RuntimeError: broken", "runs": [1]}
     assert "Traceback" in capsys.readouterr().err
+
+    class Hung(subprocess.Popen[bytes]):
+        """Its time begins when it hangs, however long a slow machine takes to start it."""
+
+        def wait(self, timeout: float | None = None) -> int:
+            assert soon(written.exists)
+            return super().wait(timeout)
+
+    monkeypatch.setattr(bench.subprocess, "Popen", Hung)
     hung = bench.in_a_process("made_up", {"number": 2, "hang": True}, timeout=2)
     assert hung == {"status": "timeout", "detail": "stopped after 2 s", "runs": [2]}
 
@@ -342,7 +360,7 @@ def test_ctrl_c_and_sigterm_end_the_processes_that_measure(
     shards: Path, tiny: str, tmp_path: Path, what: str, sent: signal.Signals
 ) -> None:
     (tmp_path / "sleeper.py").write_text(
-        f"import os, pathlib, time\npathlib.Path({str(tmp_path)!r}, f'{{os.getpid()}}.pid').touch()\ntime.sleep(300)\n"
+        f"import os, pathlib, time\npathlib.Path({str(tmp_path)!r}, f'{{os.getpid()}}.pid').touch()\ntime.sleep(1800)\n"
     )
     (tmp_path / "measure.py").write_text(
         "import sys\nfrom trainer import bench\nreal = bench.in_a_process\n"
@@ -359,7 +377,7 @@ def test_ctrl_c_and_sigterm_end_the_processes_that_measure(
         wanted = 2 if what == "curves" else 1
         assert soon(lambda: len(list(tmp_path.glob("*.pid"))) == wanted)
         process.send_signal(sent)
-        assert process.wait(30) == (130 if sent == signal.SIGINT else 143)
+        assert process.wait(300) == (130 if sent == signal.SIGINT else 143)
     finally:
         process.kill()
     assert len(list(tmp_path.glob("*.pid"))) == wanted  # those that waited for their turn never began
@@ -368,8 +386,8 @@ def test_ctrl_c_and_sigterm_end_the_processes_that_measure(
 
 
 def soon(holds: Callable[[], bool]) -> bool:
-    """Whether it holds within a minute."""
-    end = time.monotonic() + 60
+    """Whether it holds within ten minutes."""
+    end = time.monotonic() + 600
     while not holds() and time.monotonic() < end:
         time.sleep(0.05)
     return holds()

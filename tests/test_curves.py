@@ -5,7 +5,9 @@ import json
 import os
 import threading
 import time
+from datetime import datetime
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +19,12 @@ from tests.tiny import tiny_config, tiny_model
 from trainer import bench, curves, stock
 from trainer.batches import make_batch
 from trainer.weights import export
+
+
+@pytest.fixture(autouse=True)
+def _one_day(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Records are named after the day: midnight between two commands would make two of one."""
+    monkeypatch.setattr(bench, "datetime", SimpleNamespace(now=lambda zone: datetime(2026, 1, 2, tzinfo=zone)))
 
 
 @pytest.fixture(scope="module")
@@ -142,7 +150,7 @@ def test_a_curve_is_in_the_record_as_soon_as_it_is_done(
 ) -> None:
     def process(module: str, job: dict[str, Any], *, timeout: float, gpu: str) -> dict[str, Any]:
         job["out"].write_text('{"step": 1, "loss": 5.0}\n')
-        end = time.monotonic() + 20
+        end = time.monotonic() + 300
         while job["variant"] == "stock_padded" and not list(tmp_path.glob("*.json")) and time.monotonic() < end:
             time.sleep(0.01)  # the slower one, named first
         found = [list(json.loads(path.read_text())["variants"]) for path in tmp_path.glob("*.json")]
@@ -235,7 +243,7 @@ def test_variants_at_once_are_dealt_out_to_the_gpus(
     def process(module: str, job: dict[str, Any], *, timeout: float, gpu: str) -> dict[str, Any]:
         job["out"].write_text('{"step": 1, "loss": 5.0}\n')
         used.append(gpu)
-        together.wait(20)
+        together.wait(300)
         return {"status": "ok"}
 
     monkeypatch.setattr(bench, "in_a_process", process)
@@ -271,8 +279,8 @@ def test_a_process_sees_the_gpu_that_it_was_given(tmp_path: Path, monkeypatch: p
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    assert bench.in_a_process("says_gpu", {}, timeout=60, gpu="1") == {"gpu": "1"}
-    assert bench.in_a_process("says_gpu", {}, timeout=60) == {"gpu": "0,1"}
+    assert bench.in_a_process("says_gpu", {}, timeout=300, gpu="1") == {"gpu": "1"}
+    assert bench.in_a_process("says_gpu", {}, timeout=300) == {"gpu": "0,1"}
 
 
 def test_the_two_sides_and_their_noise_are_distances_counted_by_hand() -> None:

@@ -90,14 +90,14 @@ def test_activations_are_what_autograd_keeps(kind: str, lengths: list[int]) -> N
 
 
 def test_a_model_of_27b_is_refused_here_within_seconds_and_what_fits_is_named() -> None:
-    begun = time.perf_counter()
+    begun = time.process_time()
     alternatives = {f"random:{name}": size(name) for name in SIZES}
     with pytest.raises(ValueError, match=r"this run needs about [0-9.]+ GiB") as caught:
         require(
             workload(size("27B"), max_tokens=8192), available=24 * GIB, where="this machine",
             alternatives=alternatives,
         )  # fmt: skip
-    assert time.perf_counter() - begun < 5
+    assert time.process_time() - begun < 5  # of work: a busy machine takes longer
     message = str(caught.value)
     for name in ("weights", "gradients", "Adam's moments", "activations", "loss", "26.896 B parameters"):
         assert name in message

@@ -213,12 +213,12 @@ def test_a_second_process_is_refused_until_the_first_has_ended_by_ctrl_c_or_a_ki
     first = trainer(*words)
     wait_for_checkpoint(first, out, step=1)
     second = trainer(*words, "--resume")
-    _, said = second.communicate(timeout=60)
+    _, said = second.communicate(timeout=600)
     assert second.returncode == 2
     assert f"another process is training there (process {first.pid} on {platform.node()})" in said
     assert first.poll() is None
     first.send_signal(signal.SIGINT)
-    _, said = first.communicate(timeout=60)
+    _, said = first.communicate(timeout=600)
     assert first.returncode == 130
     assert "go on with:" in said
 
@@ -227,7 +227,7 @@ def test_a_second_process_is_refused_until_the_first_has_ended_by_ctrl_c_or_a_ki
     third = trainer(*words, "--resume")
     wait_for_checkpoint(third, out, step=int(newest.name.removeprefix("step-")) + 1)
     third.kill()
-    _, said = third.communicate(timeout=60)
+    _, said = third.communicate(timeout=600)
     assert f"going on after step {int(newest.name.removeprefix('step-'))}" in said
     assert run(base, out, "--schedule", "constant", "--steps", "1", "--resume") == 0  # all of them are done
 

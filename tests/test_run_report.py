@@ -281,9 +281,12 @@ def test_a_run_of_100_000_steps_is_quick_and_its_page_small_and_no_spike_vanishe
     lines = [runs.step(i) for i in range(1, 100_001)]
     lines[41_234] |= {"loss": 12_345.5, "step_s": 77.0}
     folder = runs.write(tmp_path / "r", lines, runs.config(settings={"steps": 100_000}))
-    begun = time.process_time()
+    text, begun = (folder / "metrics.jsonl").read_text(), time.process_time()
+    for line in text.splitlines():
+        json.loads(line)
+    parsing, begun = time.process_time() - begun, time.process_time()
     page = report(folder)
-    assert time.process_time() - begun < 20
+    assert time.process_time() - begun < 30 * parsing  # 5 times as long as that on any machine, slow or busy
     assert len(page) < 1_000_000
     found = tables(page)
     (each,) = [rows for title, rows in found.items() if title.startswith("Training loss of each step")]

@@ -99,8 +99,8 @@ def test_what_is_odd_in_a_log_is_said_with_its_steps(tmp_path: Path, capsys: pyt
              runs.step(5, grad_norm=math.inf), runs.step(6, data_wait_s=0.3, peak_gib=9.0),
              runs.step(7, data_wait_s=0.4), '{"step": 8']  # fmt: skip
     folder = runs.write(tmp_path / "r", lines, runs.config())
-    os.utime(folder / "metrics.jsonl", (0, 0))
-    os.utime(folder / "config.json", (0, 0))
+    os.utime(folder / "metrics.jsonl", (15 * 86400,) * 2)  # the 15th or 16th in every zone
+    os.utime(folder / "config.json", (15 * 86400,) * 2)
     page = report(folder)
     for text in ("Steps without a target, in which nothing was updated: 1 (step 2).",
                  "Values that are no finite number: 1 (step 5).",
@@ -108,7 +108,7 @@ def test_what_is_odd_in_a_log_is_said_with_its_steps(tmp_path: Path, capsys: pyt
                  "The last line of the log was cut", "2 steps between the first and the last have no line.",
                  "The peak of 9.00 GiB is above the estimate of 8.00 GiB.",
                  "% of the steps&#x27; time was waiting for data.",
-                 "The run has stopped: nothing was written since 1970-01-01"):  # fmt: skip
+                 "The run has stopped: nothing was written since 1970-01-1"):  # fmt: skip
         assert text in page
     (found,) = as_json(capsys, folder)["runs"]
     assert (found["skipped"], found["not_finite"]) == ({"num": 1, "first": [2]}, {"num": 1, "first": [5]})

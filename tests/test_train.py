@@ -32,7 +32,7 @@ from tests.training import (
     packed,
     run,
 )
-from trainer import checkpoint, inputs, train
+from trainer import checkpoint, inputs, memory, train
 from trainer.kernels import select
 from trainer.model import keeps_fp32
 from trainer.record import command, default_folder
@@ -235,15 +235,21 @@ def test_a_run_that_diverges_stops_and_names_its_rows(
     ],
 )
 def test_what_cannot_run_is_an_error_of_one_message(
-    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], more: tuple[str, ...], message: str
+    base: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    more: tuple[str, ...],
+    message: str,
 ) -> None:
-    begun = time.monotonic()
+    monkeypatch.setattr(memory, "available_bytes", lambda _: 24 * memory.GIB)  # on this machine 27B may fit
+    begun = time.process_time()
     assert run(base, tmp_path / "run", *more) == 2
     said = capsys.readouterr().err
     assert message in said
     assert "Traceback" not in said
     assert not (tmp_path / "run").exists()
-    assert time.monotonic() - begun < 10
+    assert time.process_time() - begun < 10  # of work: a busy machine takes longer
 
 
 def test_resume_needs_the_folder(base: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -331,7 +337,8 @@ def test_the_command_line_of_settings_gives_them_back() -> None:
     assert both.endswith(" --track tensorboard --track wandb")
 
 
-def test_help_reads_like_documentation(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_reads_like_documentation(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "100")  # in a narrow terminal words lie in more than one column
     with pytest.raises(SystemExit) as caught:
         train.main(["--help"])
     assert caught.value.code == 0

@@ -1,8 +1,10 @@
 """Whole runs of a tiny model: how they are started, and what they leave."""
 
+import contextlib
 import hashlib
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -75,7 +77,7 @@ def trainer(*words: str) -> subprocess.Popen[str]:
 
 def wait_for_checkpoint(process: subprocess.Popen[str], out: Path, *, step: int) -> None:
     """Wait until there is one of that step or a later one, or the process has ended."""
-    deadline = time.monotonic() + 90
+    deadline = time.monotonic() + 600
     while process.poll() is None and time.monotonic() < deadline:
         if any(path.name >= f"step-{step:08d}" for path in checkpoint.steps(out)):
             return
@@ -84,10 +86,21 @@ def wait_for_checkpoint(process: subprocess.Popen[str], out: Path, *, step: int)
 
 def on_two_ranks(words: list[str]) -> list[int]:
     """The exit statuses of the command on two ranks that train together."""
-    port = 20_000 + os.getpid() % 20_000
+    port = free_port()
     with mp.get_context("spawn").Pool(2) as pool:
         found = pool.starmap_async(_rank, [(rank, words, port) for rank in range(2)], chunksize=1)
-        return found.get(timeout=120)
+        return found.get(timeout=600)
+
+
+def free_port() -> int:
+    """A port that nobody uses, below those that the system hands out: nothing takes it before rank 0 does."""
+    for attempt in range(100):
+        port = 10_000 + (97 * os.getpid() + attempt) % 20_000
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(("", port))
+            return port
+    raise OSError("no free port")
 
 
 def _rank(rank: int, words: list[str], port: int) -> int:

@@ -19,6 +19,8 @@ FLAGS = (
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
     "--disable-background-networking", "--disable-component-update", "--disable-sync",
 )  # fmt: skip
+PATIENCE = 300_000
+"""Milliseconds until what does not come is a fault; on a busy machine a browser takes long to start."""
 Scheme = Literal["light", "dark"]
 
 
@@ -35,7 +37,7 @@ def chromium() -> Iterator[Browser]:
     if found is None:
         pytest.skip(f"no browser here ({', '.join(NAMES)}): on Debian, apt-get install chromium")
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=found, args=list(FLAGS))
+        browser = playwright.chromium.launch(executable_path=found, args=list(FLAGS), timeout=PATIENCE)
         yield browser
         browser.close()
 
@@ -48,6 +50,7 @@ def visit(chromium: Browser) -> Iterator[Visit]:
 
     def opened(path: Path, *, width: int = 1280, scheme: Scheme = "light", **context: Any) -> Page:
         contexts.append(chromium.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme, **context))
+        contexts[-1].set_default_timeout(PATIENCE)
         page = contexts[-1].new_page()
         url = path.resolve().as_uri()
         page.on("console", lambda m: faults.append(f"console: {m.text}") if m.type in ("error", "warning") else None)

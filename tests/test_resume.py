@@ -9,6 +9,7 @@ import platform
 import random
 import re
 import shlex
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -177,6 +178,25 @@ def test_resuming_a_finished_run_says_that_nothing_is_left(
     assert run(base, out, "--resume") == 0
     assert "nothing is left to train: all 3 steps are done" in capsys.readouterr().err
     assert (metrics(out), final_bytes(out)) == before
+    assert run(base, out, "--resume", "--steps", "2") == 0
+    assert json.loads((out / "config.json").read_text())["total_steps"] == 3, "not fewer than are done"
+
+
+def test_the_base_of_adapters_may_have_been_moved(
+    base: Path, uninterrupted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = (*LORA, "--schedule", "constant")
+    before, now = tmp_path / "before", tmp_path / "now"
+    shutil.copytree(uninterrupted / "export", before)
+    assert run(base, tmp_path / "run", "--model", str(before), *words, "--steps", "2") == 0
+    before.rename(now)
+    assert run(base, tmp_path / "run", "--model", str(now), *words, "--steps", "4", "--resume") == 0
+    assert f"changed since the last start: --model: '{before}' -> '{now}'" in capsys.readouterr().err
+    assert run(base, tmp_path / "whole", "--model", str(now), *words, "--steps", "4") == 0
+    assert metrics(tmp_path / "run") == metrics(tmp_path / "whole")
+    assert run(base, tmp_path / "second", "--steps", "1", "--seed", "3") == 0
+    (tmp_path / "second" / "export").rename(tmp_path / "other")
+    assert run(base, tmp_path / "run", "--model", str(tmp_path / "other"), *words, "--steps", "6", "--resume") == 2
 
 
 def test_a_finished_run_can_be_extended_past_the_end_of_an_epoch(base: Path, tmp_path: Path) -> None:

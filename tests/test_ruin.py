@@ -1,6 +1,7 @@
 """A run that goes wrong on the way says what and where, and leaves what was good."""
 
 import errno
+import json
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,9 @@ def test_weights_that_are_not_finite_are_neither_saved_nor_exported(
 ) -> None:
     out = tmp_path / "run"
     assert run(base, out, "--lr", "1e39", "--clip", "0", "--schedule", "constant", "--steps", "1") == 2
-    assert "step 1: the norm of the weights is" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "step 1: the norm of the weights is" in said
+    assert "There is no checkpoint yet" in said
     assert not checkpoint.steps(out)
     assert not (out / "export").exists()
 
@@ -34,7 +37,10 @@ def test_a_checkpoint_stays_until_a_step_from_the_next_one_came_out_finite(
     monkeypatch.setattr(train, "learning_rate", lambda step, **_: 1e10 if step == 2 else 1e-3)
     out = tmp_path / "run"
     assert run(base, out, "--clip", "0", "--steps", "5", "--save-every", "1", "--keep", "1") == 2
-    assert "step 3" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "step 3" in said
+    assert f"The newest checkpoint is {out / 'checkpoints' / 'step-00000002'}; go on with:\n  python" in said
+    assert "if that diverges in its first step, remove it: the one before is there too" in said
     assert "step-00000001" in [path.name for path in checkpoint.steps(out)]
 
 
@@ -63,7 +69,8 @@ def test_an_evaluation_that_is_not_finite_stops_the_run(
     assert run(base, out, "--eval-shards", str(base / "eval"), "--eval-every", "1", "--steps", "2") == 2
     said = capsys.readouterr().err
     assert f"step {step}: the loss of the evaluation is" in said
-    assert ("--lr" in said) == (step == 1)
+    assert "There is no checkpoint yet" in said
+    assert "whether the weights are whole" in said
 
 
 def test_a_token_that_no_row_can_hold_names_its_row(
@@ -90,6 +97,53 @@ def test_a_tokenizer_that_no_export_could_take_along_is_named_before_the_run_beg
     assert run(base, tmp_path / "run") == 2
     assert "tokenizer.json cannot be read" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--eval-every", "3"), "--eval-every 3, but no --eval-shards: nothing is evaluated"),
+        (("--lora-rank", "8"), "--lora-rank 8, but no --method lora: every weight is trained"),
+        (("--trace", "100"), "--trace 100, but 1 steps are left after the first 3"),
+    ],
+)
+def test_a_setting_without_effect_is_said(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], options: tuple[str, ...], said: str
+) -> None:
+    assert run(base, tmp_path / "run", "--steps", "4", *options) == 0
+    assert f"warning: {said}" in capsys.readouterr().err
+
+
+def test_settings_with_an_effect_are_not_warned_of(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("--eval-shards", str(base / "eval"), "--eval-every", "2", "--method", "lora", "--lora-rank", "8")
+    assert run(base, tmp_path / "run", "--steps", "4", "--trace", "1", *words) == 0
+    assert "warning" not in capsys.readouterr().err
+
+
+def test_a_model_of_another_tokenizer_is_refused_though_every_id_fits(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(base, tmp_path / "first", "--steps", "1") == 0
+    model = tmp_path / "first" / "export"
+    file = model / "tokenizer.json"
+    content = json.loads(file.read_text())
+    file.write_text(json.dumps(content))  # other bytes, the same tokens
+    assert run(base, tmp_path / "same", "--model", str(model), "--steps", "1") == 0
+    content["model"]["vocab"]["more"] = 299
+    file.write_text(json.dumps(content))
+    assert run(base, tmp_path / "more", "--model", str(model), "--steps", "1") == 0
+    vocab = content["model"]["vocab"]
+    vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
+    file.write_text(json.dumps(content))
+    capsys.readouterr()
+    assert run(base, tmp_path / "other", "--model", str(model), "--steps", "1") == 2
+    said = capsys.readouterr().err
+    assert f"packed with another tokenizer than that of --model {model}: 2 ids are other tokens, such as" in said
+    assert not (tmp_path / "other").exists()
+    file.unlink()
+    assert run(base, tmp_path / "none", "--model", str(model), "--steps", "1") == 0
 
 
 def test_a_warm_up_as_long_as_the_run_is_said(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,18 +1,21 @@
 """Warming up meets every kind of row and leaves the model as it was."""
 
 import dataclasses
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipeline.shards import PackedDataset
+from tests.packed import make_packed, random_rows
 from tests.tiny import tiny_model
 from trainer.batches import make_batch
 from trainer.kernels import select
 from trainer.plan import Plan, rank_share
-from trainer.warmup import SEGMENTS, made_up_row, row_counts, warm_up
+from trainer.warmup import SEGMENTS, Use, made_up_row, row_counts, warm_up, warm_up_all
 
 CPU = torch.device("cpu")
 
@@ -52,8 +55,41 @@ def test_every_micro_step_of_a_run_holds_a_number_of_rows_that_was_warmed_up(
         share = rank_share(rows, rank=rank, world_size=world_size, micro_rows=micro_rows)
         met |= {max(1, len(ids)) for ids in share}
         seen += len(rows)
-    found = row_counts(plan, rows_seen=begin, rank=rank, world_size=world_size, micro_rows=micro_rows)
+    use = Use(dataset=cast(Any, None), num_rows=plan.total_rows - begin, at_once=rows_per_step)
+    found = row_counts(use, rank=rank, world_size=world_size, micro_rows=micro_rows)
     assert found == sorted(met, reverse=True)
+
+
+def test_rows_of_evaluation_alone_leave_no_gradient_behind() -> None:
+    grads: list[bool] = []
+    model = tiny_model()
+    model.register_forward_hook(lambda *_: grads.append(torch.is_grad_enabled()))
+    warm_up(model, num_tokens=40, micro_rows=1, max_seqlen=40, device=CPU, training=False)
+    assert grads == [False] * len(SEGMENTS)
+
+
+def test_rows_of_evaluation_are_met_before_the_first_step_too(tmp_path: Path) -> None:
+    rows, others = (
+        make_packed(
+            tmp_path / str(length),
+            random_rows(num_rows=10, max_tokens=length, vocab_size=300),
+            max_tokens=length,
+            vocab_size=300,
+        )
+        for length in (32, 48)
+    )
+    met: list[tuple[int, bool]] = []
+    model = tiny_model()
+    model.register_forward_hook(lambda _, batches, __: met.append((len(batches[0].input_ids), torch.is_grad_enabled())))
+    uses = [
+        Use(dataset=PackedDataset.open(rows), num_rows=8, at_once=4),
+        Use(dataset=PackedDataset.open(rows), num_rows=10, at_once=4, training=False),
+        Use(dataset=PackedDataset.open(others), num_rows=10, at_once=4, training=False),
+    ]
+    warm_up_all(model, uses, rank=0, world_size=1, micro_rows=4, device=CPU)
+    kinds = {(128, True), (128, False), (64, False), (192, False), (96, False)}
+    assert set(met) == kinds
+    assert len({met.count(kind) for kind in kinds}) == 1, "nothing is met twice"
 
 
 def test_no_made_up_document_is_longer_than_kernels_are_told() -> None:

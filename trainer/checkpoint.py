@@ -126,6 +126,11 @@ def latest(run_dir: Path) -> Path | None:
     return steps(run_dir)[-1] if steps(run_dir) else None
 
 
+def step_of(path: Path) -> int:
+    """Number of the step after which a checkpoint was saved."""
+    return int(path.name.removeprefix("step-"))
+
+
 def load_latest(
     run_dir: Path, *, model: nn.Module, optimizer: torch.optim.Optimizer, say: Callable[[str], None]
 ) -> TrainingState | None:
@@ -193,7 +198,7 @@ def prune(run_dir: Path, *, keep: int, last: int | None = None) -> None:
     """
     if keep < 1:
         raise ValueError(f"--keep {keep}: the newest checkpoint is always kept; use 1 or more")
-    counted = [path for path in steps(run_dir) if last is None or int(path.name.removeprefix("step-")) <= last]
+    counted = [path for path in steps(run_dir) if last is None or step_of(path) <= last]
     for path in counted[:-keep]:
         # Renamed first: a kill while removing leaves no half a checkpoint under its name.
         doomed = path.with_name(f"{LEFTOVER}{path.name}")

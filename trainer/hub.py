@@ -3,6 +3,7 @@
     pin("Qwen/Qwen3.5-4B")              "Qwen/Qwen3.5-4B@<commit>": what the hub holds now
     pin("Qwen/Qwen3.5-4B@main")         a branch, a tag or a commit may be named
     config_file("Qwen/Qwen3.5-4B@...")  path of its config.json in the local cache, nothing else is fetched
+    tokenizer_file("Qwen/...")          path of its tokenizer.json; None where it has none
     weights_folder("Qwen/...")          folder with all of it; of a local folder itself; None for random weights
 
 Guarantees: what was downloaded before serves without a network; without one an error comes within seconds.
@@ -24,6 +25,8 @@ NETWORK_SECONDS = 5.0
 
 WEIGHTS = ("*.safetensors", "*.json", "*.jinja", "merges.txt")
 """Files of a checkpoint: weights, configurations, tokenizer, template."""
+
+TOKENIZER = "tokenizer.json"
 
 ADVICE = "Pass a folder with config.json and safetensors, or random:SIZE"
 
@@ -63,12 +66,18 @@ def config_file(spec: str) -> Path:
     """
     if Path(spec).is_dir():
         return Path(spec) / "config.json"
-    return _fetch(
-        spec,
-        lambda name, revision, offline: huggingface_hub.hf_hub_download(
-            name, "config.json", revision=revision, local_files_only=offline
-        ),
-    )
+    return _file(spec, "config.json")
+
+
+def tokenizer_file(spec: str) -> Path | None:
+    """Path of the tokenizer.json of a folder or hub id; None where it has none, or none can be had."""
+    if Path(spec).is_dir():
+        path = Path(spec) / TOKENIZER
+        return path if path.is_file() else None
+    try:
+        return _file(spec, TOKENIZER)
+    except ValueError:
+        return None
 
 
 def weights_folder(spec: str) -> Path | None:
@@ -84,6 +93,15 @@ def weights_folder(spec: str) -> Path | None:
         spec,
         lambda name, revision, offline: huggingface_hub.snapshot_download(
             name, revision=revision, allow_patterns=list(WEIGHTS), local_files_only=offline
+        ),
+    )
+
+
+def _file(spec: str, file: str) -> Path:
+    return _fetch(
+        spec,
+        lambda name, revision, offline: huggingface_hub.hf_hub_download(
+            name, file, revision=revision, local_files_only=offline
         ),
     )
 

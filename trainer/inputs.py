@@ -3,6 +3,7 @@
 Guarantees: every mismatch is an error of one message before any weight is read, with what to pass instead.
 """
 
+import filecmp
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from transformers import Qwen3_5TextConfig
 from pipeline.shards import PackedDataset
 from trainer import hub, memory, record, trackers
 from trainer.plan import Plan
-from trainer.settings import Settings, check_settings, recompute_layers, resolve
+from trainer.settings import Settings, check_settings, recompute_layers, resolve, without_effect
 from trainer.sizes import SIZES, ModelConfig, resolve_config, sample_config
 from trainer.step import Precision
 from trainer.world import World, on_rank_0, say
@@ -69,9 +70,9 @@ def prepare(settings: Settings, world: World) -> Inputs:
         steps=settings.steps,
     )  # fmt: skip
     config = choose_model(spec, dataset)
-    check_dataset(dataset, config, model=spec or "the sample's model")
-    if settings.warmup_steps >= (total := plan.steps_left(rows_seen=0)):
-        say(world, f"warning: --warmup-steps {settings.warmup_steps}, but {total} steps: the learning rate never falls")
+    check_dataset(dataset, config, model=spec)
+    for line in without_effect(settings, total_steps=plan.steps_left(rows_seen=0)):
+        say(world, f"warning: {line}")
     num_recomputed = recompute_layers(settings, num_layers=config.num_hidden_layers)
     estimate = check_memory(settings, config, dataset, world=world, num_recomputed=num_recomputed)
     return Inputs(
@@ -142,11 +143,13 @@ def choose_model(spec: str | None, dataset: PackedDataset) -> ModelConfig:
     )
 
 
-def check_dataset(dataset: PackedDataset, config: ModelConfig, *, model: str) -> None:
+def check_dataset(dataset: PackedDataset, config: ModelConfig, *, model: str | None) -> None:
     """Refuse rows that this model cannot be trained on or exported after. Raises ValueError."""
-    check_vocabulary(config, dataset, model)
+    check_vocabulary(config, dataset, model or "the sample's model")
     check_targets(dataset)
-    check_tokenizer(dataset)
+    tokenizer = read_tokenizer(dataset)
+    if model is not None and not hub.is_random(model):
+        check_same_tokens(dataset, tokenizer, model)
 
 
 def check_vocabulary(config: ModelConfig, dataset: PackedDataset, model: str) -> None:
@@ -173,15 +176,42 @@ def check_targets(dataset: PackedDataset) -> None:
         )
 
 
-def check_tokenizer(dataset: PackedDataset) -> None:
-    """Refuse a dataset whose tokenizer an export could not take along. Raises ValueError."""
-    path = dataset.path / "tokenizer" / "tokenizer.json"
+def read_tokenizer(dataset: PackedDataset) -> Tokenizer:
+    """The dataset's tokenizer, which an export takes along. Raises ValueError where it cannot be read."""
+    path = dataset.path / "tokenizer" / hub.TOKENIZER
     try:
-        Tokenizer.from_file(str(path))
+        return Tokenizer.from_file(str(path))
     except Exception as error:  # the type that tokenizers raises
         raise ValueError(
             f"{path} cannot be read ({error}); the export needs it. Copy the dataset again, or pack again"
         ) from error
+
+
+def check_same_tokens(dataset: PackedDataset, tokenizer: Tokenizer, model: str) -> None:
+    """Refuse weights that came with a tokenizer in which some id is another token. Raises ValueError.
+
+    Tokens that only one of both has are fine, and so is another file with the same vocabulary.
+    """
+    path = hub.tokenizer_file(model)
+    if path is None or same_content(path, dataset.path / "tokenizer" / hub.TOKENIZER):
+        return
+    try:
+        theirs = Tokenizer.from_file(str(path))
+    except Exception:  # the type that tokenizers raises; nothing of it is used
+        return
+    mine, other = ({i: token for token, i in each.get_vocab().items()} for each in (tokenizer, theirs))
+    if differing := sorted(i for i in mine.keys() & other.keys() if mine[i] != other[i]):
+        first = differing[0]
+        raise ValueError(
+            f"{dataset.path} was packed with another tokenizer than that of --model {model}: {len(differing)} ids are "
+            f"other tokens, such as {first}: {mine[first]!r} in the rows, {other[first]!r} in {path}. Train the model "
+            f"that the tokenizer belongs to, or pack again with --tokenizer {model}"
+        )
+
+
+def same_content(one: Path, other: Path) -> bool:
+    """Whether two files hold the same bytes."""
+    return one.stat().st_size == other.stat().st_size and filecmp.cmp(one, other, shallow=False)
 
 
 def check_memory(

@@ -49,13 +49,18 @@ FREE_SETTINGS = (
 rows at a time on one rank, as the number of ranks, does not enter the order; the learning rate, its warm-up and the
 clipping are what to change after a divergence; the others extend or watch the run."""
 
-TOLD_SETTINGS = ("clip", "epochs", "lr", "steps", "warmup_steps")
-"""Those of them that change what the remaining steps do. The learning rate is computed from these and the number of
-the step, counted from the beginning of the run: it goes on as if they had always been so. Resumed after step 500 with
-``--warmup-steps 1000`` it begins at half of ``--lr``; a warm-up shorter than the steps done is over."""
+TOLD_SETTINGS = ("clip", "epochs", "lr", "model", "steps", "warmup_steps")
+"""Settings that may differ and change what the remaining steps do, or what is exported. A model's folder may have been
+moved: its configuration is compared, and by ``trainer.checkpoint`` the frozen weights under adapters. The learning rate
+is computed from these and the number of the step, counted from the beginning of the run: it goes on as if they had
+always been so. Resumed after step 500 with ``--warmup-steps 1000`` it begins at half of ``--lr``; a warm-up shorter
+than the steps done is over."""
 
 _TEMPORARY = f".{CONFIG}.tmp"
 """What is left of ``config.json`` by a start that fails while it is written."""
+
+_NOTHING_YET = (LOCK, CONFIG, _TEMPORARY)
+"""What lies in the folder of a run that ended before its first step: nothing is lost if another begins there."""
 
 
 def default_folder(*, model: str, dataset_id: str, today: datetime.date) -> Path:
@@ -76,7 +81,7 @@ def require_folder(out: Path, *, resume: bool) -> None:
     if (
         not resume
         and out.exists()
-        and (not out.is_dir() or any(path.name not in (LOCK, _TEMPORARY) for path in out.iterdir()))
+        and (not out.is_dir() or any(path.name not in _NOTHING_YET for path in out.iterdir()))
     ):
         raise ValueError(
             f"--out {out} exists and is not empty. Add --resume to go on with the run in it, or choose another --out."
@@ -153,11 +158,11 @@ def describe(
     }
 
 
-def write(out: Path, record: dict[str, Any]) -> None:
-    """Write ``config.json``, whole or not at all; earlier starts of the same run are kept under ``earlier``."""
+def write(out: Path, record: dict[str, Any], *, resume: bool) -> None:
+    """Write ``config.json``, whole or not at all; a resumed run keeps its earlier starts under ``earlier``."""
     path = out / CONFIG
     earlier: list[dict[str, Any]] = []
-    if path.exists():
+    if resume:
         former = read(out)
         earlier = [*former.pop("earlier", []), former]
     out.mkdir(parents=True, exist_ok=True)
@@ -195,7 +200,7 @@ def require_same_run(former: dict[str, Any], record: dict[str, Any]) -> list[str
             + "\n  ".join(lines)
             + "\nPass the same ones, or begin a new run in another --out."
         )
-    return _differences(*(_flags(r["settings"], TOLD_SETTINGS) for r in (former, record)))
+    return _differences(*(_what_is_told(r) for r in (former, record)))
 
 
 def _differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
@@ -210,13 +215,25 @@ def _flags(settings: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
     return {f"--{name.replace('_', '-')}": settings[name] for name in names if name in settings}
 
 
+def _what_is_told(record: dict[str, Any]) -> dict[str, Any]:
+    """Flat: what may differ and changes what comes next; the evaluation rows by their identity."""
+    return {"--eval-shards": record["eval_dataset_id"], **_flags(record["settings"], TOLD_SETTINGS)}
+
+
 def _what_decides(record: dict[str, Any]) -> dict[str, Any]:
     """Flat: the dataset's identity, settings by their flag, the model's configuration field by field."""
-    settings = record["settings"]
+    settings = {**record["settings"], "model": _without_path(record["settings"]["model"])}
     flags = _flags(settings, settings.keys() - set(FREE_SETTINGS))
     # Another version of transformers puts its own number there.
     model = {f"model.{k}": v for k, v in record["model"].items() if k != "transformers_version"}
     return {"dataset_id": record["dataset_id"], **flags, **model}
+
+
+def _without_path(model: str | None) -> str | None:
+    """A ``--model`` value, but for where a folder or a configuration lies: its content is compared."""
+    if model is None or model.startswith("random:"):
+        return "random:CONFIG.json" if model is not None and model.endswith(".json") else model
+    return model if re.search("@[0-9a-f]{40}$", model) else "a folder"
 
 
 def plain(settings: "DataclassInstance") -> dict[str, Any]:
@@ -242,6 +259,18 @@ def how_to_resume(out: Path, settings: "DataclassInstance") -> str:
     newest = checkpoint.latest(out)
     saved = f"The newest checkpoint is {newest}" if newest else "There is no checkpoint yet"
     return f"{saved}; go on with:\n  {command(settings)}"
+
+
+def how_to_calm_down(out: Path, settings: "DataclassInstance") -> str:
+    """What to do about a run that diverged; ``settings`` are those of resuming it."""
+    saved = checkpoint.steps(out)
+    if not saved:
+        return (
+            "There is no checkpoint yet. Begin again in another --out with a lower --lr, a longer --warmup-steps or a "
+            "smaller --clip; if it was the first step or the evaluation before it, see whether the weights are whole."
+        )
+    before = "; if that diverges in its first step, remove it: the one before is there too" if len(saved) > 1 else ""
+    return f"Lower --lr, lengthen --warmup-steps or make --clip smaller. {how_to_resume(out, settings)}{before}"
 
 
 def _commit() -> str | None:

@@ -18,6 +18,9 @@ from trainer.optimizer import OptimizerKind
 from trainer.step import Precision, Schedule
 from trainer.trackers import TrackerName
 
+STEPS_BEFORE_TRACE = 3
+"""Compilation, caches and the allocator settle in the first steps, so ``--trace`` begins after them."""
+
 LEAST = {
     "micro_rows": 1, "warmup_steps": 0, "eval_every": 0, "save_every": 0, "keep": 1, "lora_rank": 1, "trace": 0,
 }  # fmt: skip
@@ -124,6 +127,24 @@ def resolve(settings: Settings, *, spec: str | None, dataset_id: str, device: to
     if settings.optimizer == "adamw_bf16" and precision != "bf16":
         raise ValueError("--optimizer adamw_bf16 rounds bf16 weights; with fp32 ones use adamw, or --precision bf16")
     return dataclasses.replace(settings, model=spec, out=out, precision=precision)
+
+
+def without_effect(settings: Settings, *, total_steps: int) -> list[str]:
+    """What of the settings does nothing in a run of so many steps, or less than it says; a line each."""
+    defaults = {field.name: field.default for field in dataclasses.fields(settings)}
+    found = []
+    if settings.warmup_steps >= total_steps:
+        found.append(f"--warmup-steps {settings.warmup_steps}, but {total_steps} steps: the learning rate never falls")
+    if settings.eval_every and settings.eval_shards is None:
+        found.append(f"--eval-every {settings.eval_every}, but no --eval-shards: nothing is evaluated")
+    if settings.trace > (most := max(0, total_steps - STEPS_BEFORE_TRACE)):
+        found.append(f"--trace {settings.trace}, but {most} steps are left after the first {STEPS_BEFORE_TRACE}")
+    given = {name: getattr(settings, name) for name in ("lora_rank", "lora_alpha")}
+    return found + [
+        f"--{name.replace('_', '-')} {value}, but no --method lora: every weight is trained"
+        for name, value in given.items()
+        if settings.method != "lora" and value != defaults[name]
+    ]
 
 
 def recompute_layers(settings: Settings, *, num_layers: int) -> int:

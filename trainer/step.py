@@ -27,13 +27,6 @@ Schedule = Literal["cosine", "linear", "constant"]
 Precision = Literal["fp32", "bf16"]
 
 
-CALM_DOWN = (
-    "lower --lr, lengthen --warmup-steps, or clip harder with --clip, and --resume from the newest checkpoint; if that "
-    "one diverges in its first step, remove it: the one before is there too"
-)
-"""What to do about a run that diverged."""
-
-
 class DivergedError(ValueError):
     """A loss or gradient is not finite: going on would ruin the weights."""
 
@@ -229,7 +222,7 @@ def require_finite(model: nn.Module, *, step: int) -> None:
     """Raise DivergedError if the norm of what is trained is not finite: a finite gradient can still ruin weights."""
     norm = gradient_norm(p.detach() for p in model.parameters() if p.requires_grad).item()
     if not math.isfinite(norm):
-        raise DivergedError(f"step {step}: the norm of the weights is {norm}, so they are not saved: {CALM_DOWN}.")
+        raise DivergedError(f"step {step}: the norm of the weights is {norm}, so they are not saved.")
 
 
 def _diverged(step: int, batches: StepBatches, loss: float, grad_norm: float) -> DivergedError:
@@ -242,7 +235,7 @@ def _diverged(step: int, batches: StepBatches, loss: float, grad_norm: float) ->
     return DivergedError(
         f"step {step}: loss {loss}, gradient norm {grad_norm}: not finite. The weights were not updated.\n"
         f"  rows of the step: {_some(list(batches.rows))}\n  documents in them: {_some(ids)}\n"
-        f"Look at a row with: python -m pipeline.verify DATASET --show ROW. If the rows are fine, {CALM_DOWN}."
+        "Look at a row with: python -m pipeline.verify DATASET --show ROW."
     )
 
 

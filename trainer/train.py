@@ -42,16 +42,13 @@ from trainer.model import Qwen3_5ForCausalLM
 from trainer.optimizer import make_optimizer, masters
 from trainer.plan import Cursor
 from trainer.report.log import CONFIG, METRICS, TRACE
-from trainer.settings import Settings
-from trainer.step import CALM_DOWN, DivergedError, Precision, evaluate, learning_rate, require_finite, train_step
+from trainer.settings import STEPS_BEFORE_TRACE, Settings
+from trainer.step import DivergedError, Precision, evaluate, learning_rate, require_finite, train_step
 from trainer.tracing import tracer
-from trainer.warmup import row_counts, warm_up
+from trainer.warmup import Use, warm_up_all
 from trainer.world import barrier, join_world, on_rank_0, say
 
 DTYPES: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
-
-STEPS_BEFORE_TRACE = 3
-"""Compilation, caches and the allocator settle in them."""
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -91,10 +88,16 @@ def train(inputs: Inputs) -> None:
             model = build_model(inputs, kernels)
             optimizer = fit(inputs, model)
             finish(inputs, model, masters(optimizer))
+        except DivergedError as error:
+            raise ValueError(f"{error}\n{record.how_to_calm_down(inputs.out, again(settings))}") from error
         except KeyboardInterrupt:
-            again = dataclasses.replace(settings, resume=True)
-            say(world, f"\nstopped. {record.how_to_resume(inputs.out, again)}")
+            say(world, f"\nstopped. {record.how_to_resume(inputs.out, again(settings))}")
             raise
+
+
+def again(settings: Settings) -> Settings:
+    """The settings that go on with the same run."""
+    return dataclasses.replace(settings, resume=True)
 
 
 @contextlib.contextmanager
@@ -129,7 +132,7 @@ def begin_record(inputs: Inputs, kernels: Kernels) -> None:
         model_config=inputs.config.to_dict(),
         device=world.device,
         world_size=world.size,
-        total_steps=inputs.plan.steps_left(rows_seen=0),
+        total_steps=max(inputs.plan.steps_left(rows_seen=0), steps_done(inputs)),
         kernels=[dataclasses.asdict(choice) for choice in kernels.table],
         memory={part.name: part.num_bytes for part in inputs.estimate.parts},
     )
@@ -137,7 +140,7 @@ def begin_record(inputs: Inputs, kernels: Kernels) -> None:
         for line in record.require_same_run(record.read(inputs.out), found):
             say(world, f"changed since the last start: {line}")
     if world.rank == 0:
-        record.write(inputs.out, found)
+        record.write(inputs.out, found, resume=settings.resume)
     barrier()
     for choice in kernels.table:
         say(world, f"  {choice.operation:<17} {choice.implementation} {choice.version} ({choice.why})")
@@ -148,6 +151,12 @@ def begin_record(inputs: Inputs, kernels: Kernels) -> None:
         world,
         f"{memory.num_parameters(inputs.config):,} parameters, about {gib:.2f} GiB of memory; run folder {inputs.out}",
     )
+
+
+def steps_done(inputs: Inputs) -> int:
+    """Steps that the run to be resumed has saved."""
+    newest = checkpoint.latest(inputs.out) if inputs.settings.resume else None
+    return checkpoint.step_of(newest) if newest else 0
 
 
 def build_model(inputs: Inputs, kernels: Kernels) -> Qwen3_5ForCausalLM:
@@ -184,22 +193,17 @@ def start(inputs: Inputs, model: Qwen3_5ForCausalLM, optimizer: torch.optim.Opti
 
 
 def compile_kernels(inputs: Inputs, model: Qwen3_5ForCausalLM, *, rows_seen: int) -> None:
-    """Compile what a GPU's kernels need for rows of this length, before the first step."""
-    world, manifest = inputs.world, inputs.dataset.manifest
+    """Compile what a GPU's kernels need for the rows of training and evaluation, before the first step."""
+    world, plan, micro_rows = inputs.world, inputs.plan, inputs.settings.micro_rows
     if world.device.type != "cuda":
         return
-    begun, micro_rows = time.perf_counter(), inputs.settings.micro_rows
-    for count in row_counts(
-        inputs.plan, rows_seen=rows_seen, rank=world.rank, world_size=world.size, micro_rows=micro_rows
-    ):
-        warm_up(
-            model, num_tokens=manifest.max_tokens, micro_rows=count, max_seqlen=manifest.limits["max_segment_tokens"],
-            device=world.device,
-        )  # fmt: skip
-    say(
-        inputs.world,
-        f"kernels are compiled for rows of {manifest.max_tokens} tokens: {duration(time.perf_counter() - begun)}",
-    )
+    begun = time.perf_counter()
+    uses = [Use(dataset=inputs.dataset, num_rows=plan.total_rows - rows_seen, at_once=plan.rows_per_step)]
+    if (rows := inputs.eval_dataset) is not None:
+        uses.append(Use(dataset=rows, num_rows=len(rows), at_once=world.size * micro_rows, training=False))
+    warm_up_all(model, uses, rank=world.rank, world_size=world.size, micro_rows=micro_rows, device=world.device)
+    lengths = ", ".join(str(length) for length in sorted({use.dataset.manifest.max_tokens for use in uses}))
+    say(world, f"kernels are compiled for rows of {lengths} tokens: {duration(time.perf_counter() - begun)}")
 
 
 # ----------------------------------------------------------------------------------------------- 3. loop
@@ -321,8 +325,7 @@ def evaluate_all(inputs: Inputs, model: Qwen3_5ForCausalLM, metrics: Metrics, *,
     with Prefetch(source) as prefetched:
         loss = evaluate(model, prefetched, device=inputs.world.device)
     if loss is not None and not math.isfinite(loss):
-        what_to_do = CALM_DOWN if step else f"are the weights of {inputs.settings.model} whole?"
-        raise DivergedError(f"step {step}: the loss of the evaluation is {loss}, not finite: {what_to_do}")
+        raise DivergedError(f"step {step}: the loss of the evaluation is {loss}, not finite.")
     metrics.evaluation(step=step, loss=loss)
 
 
@@ -342,13 +345,15 @@ def save(
     """
 
     def write() -> None:
-        require_finite(model, step=step)
-        metrics.sync()
+        settings = again(inputs.settings)
         try:
+            require_finite(model, step=step)
+            metrics.sync()
             checkpoint.save(inputs.out, step=step, model=model, optimizer=optimizer, cursor=cursor.state())
+        except DivergedError as error:
+            raise ValueError(f"{error}\n{record.how_to_calm_down(inputs.out, settings)}") from error
         except OSError as error:
-            again = dataclasses.replace(inputs.settings, resume=True)
-            raise ValueError(f"step {step}: {error}\n{record.how_to_resume(inputs.out, again)}") from error
+            raise ValueError(f"step {step}: {error}\n{record.how_to_resume(inputs.out, settings)}") from error
 
     on_rank_0(inputs.world, write)
 

@@ -8,26 +8,65 @@ evaluation do.
 Costs: minutes on a machine that compiles for the first time, else a few seconds.
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 
-from pipeline.shards import Row
+from pipeline.shards import PackedDataset, Row
 from trainer.batches import make_batch
 from trainer.model import Qwen3_5ForCausalLM
-from trainer.plan import Plan, rank_share
+from trainer.plan import rank_share
 
 SEGMENTS = (1, 2, 4, 6, 16)
-"""Documents in a made-up row. FlashQLA's forward kernel has three variants, for segments x heads up to half a GPU's
-132 processors, up to all of them, and beyond: with 16 to 48 heads these numbers meet each."""
+"""Documents in a made-up row. FlashQLA's forward kernel has three variants, for segments x heads up to about a third of
+a GPU's 132 processors, up to two thirds, and beyond: with 16 to 48 heads these numbers meet each that is met at all."""
 
 
-def row_counts(plan: Plan, *, rows_seen: int, rank: int, world_size: int, micro_rows: int) -> list[int]:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Use:
+    """Rows that are going to be read."""
+
+    dataset: PackedDataset
+    """Where they are."""
+    num_rows: int
+    """How many."""
+    at_once: int
+    """Rows of a step, over all ranks; of an evaluation those of one micro-step of all of them."""
+    training: bool = True
+    """Backward too."""
+
+
+def warm_up_all(
+    model: Qwen3_5ForCausalLM,
+    uses: Sequence[Use],
+    *,
+    rank: int,
+    world_size: int,
+    micro_rows: int,
+    device: torch.device,
+) -> None:
+    """Warm up for every number of tokens that a micro-step of one of the uses has, once each."""
+    met: set[tuple[int, int]] = set()
+    for use in uses:
+        manifest = use.dataset.manifest
+        for count in row_counts(use, rank=rank, world_size=world_size, micro_rows=micro_rows):
+            if (manifest.max_tokens, count) not in met:
+                warm_up(
+                    model, num_tokens=manifest.max_tokens, micro_rows=count, device=device, training=use.training,
+                    max_seqlen=manifest.limits["max_segment_tokens"],
+                )  # fmt: skip
+            met.add((manifest.max_tokens, count))
+
+
+def row_counts(use: Use, *, rank: int, world_size: int, micro_rows: int) -> list[int]:
     """Numbers of rows in one of this rank's micro-steps, of full steps and of the smaller last one; the most first.
 
     Worked example, 11 rows in steps of 8, micro_rows 3, one rank: [3 3 2] [3], so 3 2.
     """
-    left = max(0, plan.total_rows - rows_seen)
-    steps = {min(plan.rows_per_step, left), left % plan.rows_per_step} - {0}
+    left = max(0, use.num_rows)
+    steps = {min(use.at_once, left), left % use.at_once} - {0}
     shares = (
         rank_share(np.arange(count), rank=rank, world_size=world_size, micro_rows=micro_rows) for count in steps
     )  # fmt: skip
@@ -49,7 +88,13 @@ def made_up_row(*, num_tokens: int, num_segments: int) -> Row:
 
 
 def warm_up(
-    model: Qwen3_5ForCausalLM, *, num_tokens: int, micro_rows: int, max_seqlen: int, device: torch.device
+    model: Qwen3_5ForCausalLM,
+    *,
+    num_tokens: int,
+    micro_rows: int,
+    max_seqlen: int,
+    device: torch.device,
+    training: bool = True,
 ) -> None:
     """Run made-up rows through the model; its weights and the random state stay as they are.
 
@@ -59,12 +104,14 @@ def warm_up(
         micro_rows: rows of one micro-step.
         max_seqlen: tokens of the longest segment that kernels are told of.
         device: where the model is.
+        training: backward too; rows of evaluation alone need no gradient, nor the memory of one.
     """
     fewest = -(-num_tokens // max_seqlen)
     for num_segments in sorted({min(num_tokens, max(fewest, number)) for number in SEGMENTS}):
         rows = [made_up_row(num_tokens=num_tokens, num_segments=num_segments)] * micro_rows
         batch = make_batch(rows, max_seqlen=max_seqlen).to(device)
-        (model(batch) / max(1, batch.num_targets)).backward()
-        model.zero_grad(set_to_none=True)
+        if training:
+            (model(batch) / max(1, batch.num_targets)).backward()
+            model.zero_grad(set_to_none=True)
         with torch.no_grad():
             model(batch)

@@ -18,6 +18,7 @@ from pipeline.interrupt import hear, quiet_imports
 if __name__ == "__main__":
     quiet_imports("\ninterrupted")
 
+import contextlib
 import json
 import os
 import platform
@@ -347,7 +348,8 @@ def in_a_process(module: str, job: dict[str, Any], *, timeout: float, gpu: str =
 def _end(process: subprocess.Popen[bytes]) -> None:
     """Kill it, with what it started, if it still runs."""
     if process.poll() is None:
-        os.killpg(process.pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile, and the thread that started it knows
+            os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
 

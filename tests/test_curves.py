@@ -24,7 +24,9 @@ from trainer.weights import export
 @pytest.fixture(autouse=True)
 def _one_day(monkeypatch: pytest.MonkeyPatch) -> None:
     """Records are named after the day: midnight between two commands would make two of one."""
-    monkeypatch.setattr(bench, "datetime", SimpleNamespace(now=lambda zone: datetime(2026, 1, 2, tzinfo=zone)))
+    monkeypatch.setattr(
+        "trainer.measured.datetime", SimpleNamespace(now=lambda zone: datetime(2026, 1, 2, tzinfo=zone))
+    )
 
 
 @pytest.fixture(scope="module")

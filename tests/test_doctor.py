@@ -425,6 +425,25 @@ def test_the_command_prints_a_verdict_and_writes_json(
     assert not json.loads((tmp_path / "bad.json").read_text())["passed"]
 
 
+def test_the_record_holds_of_each_subject_the_check_nearest_to_its_bound(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(doctor, "NARROW", SMALL)
+    words = ["--device", "cpu", "--short", "--record", str(tmp_path / "records"), "--commit", "abc"]
+    assert doctor.main([*words, "--json", str(tmp_path / "all.json")]) == 0
+    (file,) = (tmp_path / "records").iterdir()
+    record = json.loads(file.read_text())
+    assert (record["what"], record["commit"]) == ("doctor", "abc")
+    assert record["command"].startswith("python -m trainer.doctor --device cpu --short")
+    figures, findings = record["figures"], json.loads((tmp_path / "all.json").read_text())["findings"]
+    assert (figures["checks"]["value"], figures["failed"]["value"]) == (len(findings), 0)
+    of_one = [finding for finding in findings if finding["operation"] == "causal_conv"]
+    worst = max(of_one, key=lambda finding: finding["error"] / finding["bound"] if finding["bound"] else 0)
+    (name,) = (name for name in figures if name.startswith("causal_conv on torch reference"))
+    assert figures[name]["value"] == worst["error"]
+    assert worst["check"] in figures[name]["unit"]
+
+
 def test_a_missing_gpu_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert doctor.main(["--device", "cuda"]) == 2

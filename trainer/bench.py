@@ -21,9 +21,7 @@ if __name__ == "__main__":
 import contextlib
 import json
 import os
-import platform
 import queue
-import re
 import shlex
 import signal
 import subprocess
@@ -32,8 +30,6 @@ import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
-from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -43,18 +39,13 @@ import tyro
 from pipeline.shards import PackedDataset
 from trainer import curves, ladder
 from trainer.hub import is_random, pin
+from trainer.measured import describe, find_commit, record_path, write_whole
 from trainer.rungs import RUNGS, Job
 from trainer.sizes import resolve_config
 from trainer.step import Precision
 
 _started: set[subprocess.Popen[bytes]] = set()
 """Processes that measure now, in sessions of their own, which no Ctrl-C reaches."""
-
-PACKAGES = (
-    "torch", "triton", "transformers", "flash-linear-attention", "causal-conv1d", "flash-qla",
-    "torchao", "numpy",
-)  # fmt: skip
-"""Their versions go into a record."""
 
 SHARED = {
     "rungs": ("model", "precision"),
@@ -210,7 +201,9 @@ def run_ladder(settings: Ladder, command: str) -> int:
         for one, measured in rungs.items():
             found |= ladder.figures(one, measured, config)
         notes = ladder.notes(config, rungs, settings.notes)
-        record = describe("ladder", settings, command, found, notes) | {"rungs": rungs}
+        record = describe(
+            "ladder", found, command=command, commit=settings.commit, device=settings.device, notes=notes
+        ) | {"rungs": rungs}
         write_whole(path, record)
         print(f"{name}: {result['status']} {result.get('detail', '')}", flush=True)
     print(f"{path}\n\n{ladder.table(json.loads(path.read_text(encoding='utf-8')))}")
@@ -249,7 +242,10 @@ def run_curves(settings: Curves, command: str) -> int:
             results[name] = result
             found = curves.figures({one: curves.losses(path.with_name(r["file"])) for one, r in results.items()})
             notes = f"{curves.NOTES} {settings.notes}".strip()
-            record = describe("curves", settings, command, found, notes, num_gpus=len(set(dealt)))
+            record = describe(
+                "curves", found, command=command, commit=settings.commit, device=settings.device, notes=notes,
+                num_gpus=len(set(dealt)),
+            )  # fmt: skip
             write_whole(path, record | {"variants": results})
             print(f"{name}: {result['status']} {result.get('detail', '')}", flush=True)
     finally:
@@ -278,10 +274,7 @@ def _begin(settings: Common, what: str, *, part: str) -> tuple[Path, dict[str, A
     """The record's file, the rungs or variants (``part``) that it holds already, and the settings that all share."""
     if not (settings.shards / "manifest.json").is_file():
         raise ValueError(f"--shards {settings.shards}: no dataset is there; python -m pipeline.pack writes one")
-    name = re.sub(r"[^a-z0-9]+", "-", machine(settings.device).lower()).strip("-")
-    slug = name if settings.device == "cuda" else f"{os.cpu_count()}-cores"
-    path = settings.record / f"{datetime.now(UTC).date().isoformat()}-{what}-{slug}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path = record_path(settings.record, what, settings.device)
     former = json.loads(path.read_text(encoding="utf-8")).get(part, {}) if path.exists() else {}
     shared = {field: getattr(settings, field) for field in SHARED[part]}
     shared["dataset_id"] = PackedDataset.open(settings.shards).manifest.dataset_id
@@ -351,61 +344,6 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile, and the thread that started it knows
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-
-
-def describe(
-    what: str, settings: Common, command: str, found: ladder.Figures, notes: str, *, num_gpus: int = 1
-) -> dict[str, Any]:
-    """A record without what was measured beside the figures; ``num_gpus`` are those used, where there are any."""
-    return {
-        "what": what,
-        "date": datetime.now(UTC).date().isoformat(),
-        "command": command,
-        "commit": find_commit(settings.commit),
-        "machine": machine(settings.device),
-        "num_gpus": num_gpus if settings.device == "cuda" else 0,
-        "versions": {"python": platform.python_version(), "cuda": torch.version.cuda, **_versions()},
-        "figures": found,
-        "notes": notes,
-    }
-
-
-def machine(device: str) -> str:
-    """Name of the machine; takes no memory of the GPU."""
-    if device == "cuda":
-        query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-        found = subprocess.run(query, capture_output=True, text=True, check=False).stdout.splitlines()
-        return found[0].strip() if found else "cuda"
-    return f"{os.cpu_count()} cores, {platform.processor() or platform.machine()}, {platform.system()}"
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for name in PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
-
-
-def find_commit(given: str) -> str | None:
-    """What --commit says or the file that it names holds; else the commit here, -dirty where files differ."""
-    if given:
-        return Path(given).read_text(encoding="utf-8").strip() if Path(given).is_file() else given
-    root = Path(__file__).resolve().parents[1]
-    if not (root / ".git").exists():
-        return None
-    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    found = subprocess.run(command, capture_output=True, text=True, check=False)
-    return found.stdout.strip() or None
-
-
-def write_whole(path: Path, record: dict[str, Any]) -> None:
-    """Write it whole or not at all."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    temporary.replace(path)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ import dataclasses
 import functools
 import json
 import math
+import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -35,7 +36,7 @@ from typing import Annotated, Any, Literal
 import torch
 import tyro
 
-from trainer import card
+from trainer import card, measured
 from trainer.cases import MIXING, NARROW, RELEASED, Maker, Sizes
 from trainer.kernels import TABLE, Choice, Kernels, select
 from trainer.proofs import Finding, Subject, examine_case, run
@@ -59,6 +60,10 @@ class Settings:
     """Of all inputs."""
     json: Path | None = None
     """Write everything to this file too."""
+    record: Path | None = None
+    """Write a record with the worst error of everything examined into this folder, such as data/records."""
+    commit: str = ""
+    """The commit examined, or a file that holds it, for the record; by default the one here."""
 
 
 # ----------------------------------------------------------------------------------------------- examine
@@ -244,6 +249,29 @@ class Report:
         print(finding, flush=True)
         self.findings.append(finding)
 
+    def figures(self) -> measured.Figures:
+        """Numbers, times and speeds, and of everything examined the check that came nearest to its bound."""
+        found: measured.Figures = {
+            "checks": {"value": len(self.findings), "unit": "in all"},
+            "failed": {"value": len(self.failed), "unit": "of them"},
+            "check_seconds": {"value": round(self.check_seconds, 1), "unit": "s, compilation aside"},
+            "warm_up_seconds": {"value": round(self.warm_up_seconds, 1), "unit": "s, first runs with compilation"},
+        }
+        for name, value in self.speeds.items():
+            what, _, unit = name.rpartition(", ")
+            found[what or name] = {"value": round(value, 1), "unit": unit}
+        by_subject: dict[str, list[Finding]] = {}
+        for finding in self.findings:
+            subject = f"{finding.operation} on {finding.implementation} {finding.version}".strip()
+            by_subject.setdefault(subject, []).append(finding)
+        for subject, findings in by_subject.items():
+            worst = max(findings, key=lambda f: (not f.passed, f.error / f.bound if f.bound else 0.0))
+            found[f"{subject}: worst error"] = {
+                "value": _plain(worst.error),
+                "unit": f"at most {worst.bound:.2e} ({worst.check}); {len(findings)} checks",
+            }
+        return found
+
     def to_json(self, kernels: Kernels) -> str:
         """One object; numbers that JSON lacks become text."""
         found = [
@@ -294,6 +322,12 @@ def main(args: Sequence[str] | None = None) -> int:
     print(f"warm-up and compilation {report.warm_up_seconds:.1f} s, checks {report.check_seconds:.1f} s")
     if settings.json:
         settings.json.write_text(report.to_json(kernels), encoding="utf-8")
+    if settings.record:
+        command = shlex.join(["python", "-m", "trainer.doctor", *(sys.argv[1:] if args is None else args)])
+        record = measured.describe(
+            "doctor", report.figures(), command=command, commit=settings.commit, device=device.type, notes=""
+        )
+        measured.write_whole(measured.record_path(settings.record, "doctor", device.type), record)
     failed = sorted({f"{f.operation} ({f.implementation} {f.version})" for f in report.failed})
     if failed:
         print(f"FAIL: {len(report.failed)} of {len(report.findings)} checks: {', '.join(failed)}")

@@ -20,7 +20,6 @@ import os
 import platform
 import re
 import shlex
-import subprocess
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,6 +32,7 @@ import transformers
 from pipeline import __version__
 from pipeline.shards import Manifest
 from trainer import checkpoint
+from trainer.measured import find_commit
 from trainer.report.log import CONFIG, LOCK
 
 if TYPE_CHECKING:
@@ -145,7 +145,7 @@ def describe(
             **{module.__name__: module.__version__ for module in (torch, transformers, numpy, pyarrow)},
             "qwen-packed-finetune": __version__,
         },
-        "commit": _commit(),
+        "commit": find_commit(),
         "machine": {
             "platform": platform.platform(),
             "cpus": os.cpu_count(),
@@ -271,21 +271,3 @@ def how_to_calm_down(out: Path, settings: "DataclassInstance") -> str:
         )
     before = "; if that diverges in its first step, remove it: the one before is there too" if len(saved) > 1 else ""
     return f"Lower --lr, lengthen --warmup-steps or make --clip smaller. {how_to_resume(out, settings)}{before}"
-
-
-def _commit() -> str | None:
-    """The commit of this program's own repository, with ``-dirty`` where files differ from it; None without one."""
-    root = Path(__file__).resolve().parents[1]
-    if not (root / ".git").exists():
-        return None
-    try:
-        found = subprocess.run(
-            ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
-            capture_output=True,
-            text=True,
-            timeout=5,
-            check=True,
-        )
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return found.stdout.strip() or None

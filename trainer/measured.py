@@ -1,0 +1,102 @@
+"""Records of measurements, which lie in data/records: what was measured, by which command, where, with which figures.
+
+path = record_path(folder, "ladder", "cuda")      # FOLDER/DATE-ladder-nvidia-h200.json
+write_whole(path, describe("ladder", figures, command=command, commit="", device="cuda", notes=""))
+"""
+
+import json
+import os
+import platform
+import re
+import subprocess
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+Figures = dict[str, dict[str, Any]]
+"""By name, {value, unit}."""
+
+PACKAGES = (
+    "torch", "triton", "transformers", "flash-linear-attention", "causal-conv1d", "flash-qla",
+    "torchao", "numpy",
+)  # fmt: skip
+"""Their versions go into a record."""
+
+
+def record_path(folder: Path, what: str, device: str) -> Path:
+    """Where a record of today, of this machine, lies; the folder is made."""
+    name = re.sub(r"[^a-z0-9]+", "-", machine(device).lower()).strip("-")
+    slug = name if device == "cuda" else f"{os.cpu_count()}-cores"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder / f"{datetime.now(UTC).date().isoformat()}-{what}-{slug}.json"
+
+
+def describe(
+    what: str, figures: Figures, *, command: str, commit: str, device: str, notes: str, num_gpus: int = 1
+) -> dict[str, Any]:
+    """A record.
+
+    Args:
+        what: was measured.
+        figures: in its order.
+        command: that measured it.
+        commit: the one measured, or a file that holds it; by default the one here.
+        device: cuda or cpu.
+        notes: for readers.
+        num_gpus: used, where there are any.
+    """
+    return {
+        "what": what,
+        "date": datetime.now(UTC).date().isoformat(),
+        "command": command,
+        "commit": find_commit(commit),
+        "machine": machine(device),
+        "num_gpus": num_gpus if device == "cuda" else 0,
+        "versions": {"python": platform.python_version(), "cuda": torch.version.cuda, **_versions()},
+        "figures": figures,
+        "notes": notes,
+    }
+
+
+def machine(device: str) -> str:
+    """Name of the machine; takes no memory of the GPU."""
+    if device == "cuda":
+        query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+        found = subprocess.run(query, capture_output=True, text=True, check=False).stdout.splitlines()
+        return found[0].strip() if found else "cuda"
+    return f"{os.cpu_count()} cores, {platform.processor() or platform.machine()}, {platform.system()}"
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def find_commit(given: str = "") -> str | None:
+    """What --commit says or the file that it names holds; else the commit here, -dirty where files differ."""
+    if given:
+        return Path(given).read_text(encoding="utf-8").strip() if Path(given).is_file() else given
+    root = Path(__file__).resolve().parents[1]
+    if not (root / ".git").exists():
+        return None
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, check=False, timeout=5)
+    except (OSError, subprocess.SubprocessError):  # no git here, or it does not answer
+        return None
+    return found.stdout.strip() or None
+
+
+def write_whole(path: Path, record: dict[str, Any]) -> None:
+    """Write it whole or not at all."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    temporary.replace(path)

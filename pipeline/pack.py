@@ -35,6 +35,7 @@ import tyro
 from pipeline import __version__
 from pipeline.assemble import EncodedSet, account, open_encoded
 from pipeline.binpack import ALGORITHM, plan_packing
+from pipeline.cli import refuse_repeats
 from pipeline.cut import Overflow
 from pipeline.encode import (
     ENCODE_VERSION,
@@ -117,6 +118,7 @@ class Settings:
 def main() -> int:
     """The command line. Returns the exit status: 0 done, 2 an error that is explained, 130 interrupted."""
     settings = tyro.cli(Settings, prog="python -m pipeline.pack")
+    refuse_repeats(Settings)
     try:
         hear()
         if settings.dry_run:

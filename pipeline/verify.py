@@ -29,6 +29,7 @@ import pyarrow as pa
 import tyro
 
 from pipeline.accounts import Sums, check_totals, read_lines
+from pipeline.cli import refuse_repeats
 from pipeline.cut import Overflow
 from pipeline.encode import Targets
 from pipeline.manifest import DatasetError, Manifest, differing_fields
@@ -55,6 +56,7 @@ class Settings:
 def main() -> int:
     """The command line. Returns the exit status."""
     settings = tyro.cli(Settings, prog="python -m pipeline.verify")
+    refuse_repeats(Settings)
     try:
         hear()
         dataset = PackedDataset.open(settings.dataset)

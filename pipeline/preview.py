@@ -131,7 +131,8 @@ def _estimate(
     sampled = f"estimated from {num_read:,} of the chats, give or take"
     least = -(-pieces.sum() // rule["max_tokens"])
     # What the bound says of so few rows is rough; where pieces do not fit together, it is far above the tokens' number.
-    misfit = max(1.0, (lower_bound(pieces, max_tokens=rule["max_tokens"]) - 1) / max(1, least))
+    fewest = lower_bound(pieces, max_tokens=rule["max_tokens"], rows=plan.num_rows)
+    misfit = max(1.0, (fewest - 1) / max(1, least))
     spread = 2 * float(lengths.std()) / max(1.0, float(lengths.mean())) / len(lengths) ** 0.5
     return _Forecast(
         rows=plan.num_rows if whole else max(1, round(pieces.sum() * scale * misfit / rule["max_tokens"] + 0.5)),

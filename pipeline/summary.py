@@ -28,7 +28,7 @@ def summary(
     totals, max_tokens = manifest.totals, manifest.max_tokens
     rows, tokens, capacity = totals["rows"], totals["tokens"], totals["rows"] * max_tokens
     size = sum(entry["bytes"] for entry in manifest.files["shards"])
-    least = lower_bound(plan.stops.astype(np.int64) - plan.starts, max_tokens=max_tokens)
+    least = lower_bound(plan.stops.astype(np.int64) - plan.starts, max_tokens=max_tokens, rows=rows)
     rejected = ", ".join(f"{reason} {n:,}" for reason, n in totals["rejected"].items()) or "none"
     lines = [
         ("rows", f"{rows:,} of {max_tokens:,} tokens in {len(manifest.files['shards']):,} shards; no packing of these "

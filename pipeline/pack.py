@@ -18,7 +18,6 @@ if __name__ == "__main__":
 
 import contextlib
 import gc
-import json
 import os
 import platform
 import sys
@@ -54,6 +53,7 @@ from pipeline.rows import Block
 from pipeline.shards import ROWS_PER_BATCH, PackedDataset, publish, rows_per_shard
 from pipeline.source import Source, open_source
 from pipeline.summary import nothing_left, summary
+from pipeline.template import parse_variables
 from pipeline.tokenizer import TokenizerFiles, open_tokenizer
 from pipeline.workers import Workers, shared
 
@@ -207,7 +207,7 @@ def _make(
 
 def resolve(settings: Settings) -> tuple[Source, TokenizerFiles, dict[str, Any]]:
     """Open source and tokenizer and write down the recipe: every setting that shapes the content."""
-    kwargs = _template_kwargs(settings.template_kwargs)
+    kwargs = parse_variables(settings.template_kwargs)
     _check(settings)
     source = open_source(
         settings.source,
@@ -277,17 +277,6 @@ def existing(out: Path, recipe: dict[str, Any]) -> Manifest | None:
         f"--out {out} holds a finished dataset of another recipe (there -> asked for):\n  {fields}\n"
         "Choose another --out, or delete that folder; encoded chats in the cache are reused where they can be."
     )
-
-
-def _template_kwargs(text: str) -> dict[str, Any]:
-    try:
-        kwargs = json.loads(text)
-        fingerprint({"kwargs": kwargs})
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"--template-kwargs {text}: expected one JSON object without floats ({error})") from None
-    if not isinstance(kwargs, dict):
-        raise ValueError(f"--template-kwargs {text}: expected one JSON object, e.g. '{{\"enable_thinking\": false}}'")
-    return kwargs
 
 
 # ---------------------------------------------------------------------------------------------- encode
@@ -380,7 +369,7 @@ def _notes(settings: Settings, tokenizer: TokenizerFiles) -> tuple[str, ...]:
         tokenizer.template,
         special_tokens=tokenizer.special_tokens,
         control_strings=tuple(tokenizer.added_tokens),
-        template_kwargs=_template_kwargs(settings.template_kwargs),
+        template_kwargs=parse_variables(settings.template_kwargs),
     ).notes
 
 

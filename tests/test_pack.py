@@ -355,6 +355,8 @@ def test_without_a_network_one_error_names_the_local_options(
         (["--max-tokens", "1"], "--max-tokens 1"),
         (["--workers", "0"], "--workers 0"),
         (["--template-kwargs", "["], "--template-kwargs ["),
+        (["--template-kwargs", '{"messages": []}'], "messages cannot be set"),
+        (["--source", "/missing.parquet", "--template-kwargs", '{"tools": 1}'], "tools cannot be set"),
         (["--source", "/missing.parquet"], "--source /missing.parquet"),
         (["--limit", "0"], "--limit 0"),
         (["--max-tokens", "3000000000"], "--max-tokens 3000000000"),

@@ -46,6 +46,7 @@ from pipeline.encode import (
     encode_fingerprint,
 )
 from pipeline.manifest import MANIFEST, DatasetError, Manifest, differing_fields, fingerprint
+from pipeline.places import check_place, explained
 from pipeline.progress import Progress
 from pipeline.publish import Run, hold, need_disk
 from pipeline.render import MismatchError
@@ -125,8 +126,13 @@ def main() -> int:
             print(dry_run(settings))
         else:
             pack(settings)
-    except (ValueError, OSError) as error:
+    except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        options = ("out", "cache_dir", "source", "tokenizer")
+        places = {f"--{name.replace('_', '-')}": str(getattr(settings, name)) for name in options}
+        print(f"error: {explained(error, places)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(INTERRUPTED, file=sys.stderr)
@@ -252,6 +258,12 @@ def _check(settings: Settings) -> None:
         raise ValueError(f"--seed {settings.seed}: use 0 to 2**63 - 1")
     if settings.workers < 1:
         raise ValueError(f"--workers {settings.workers}: use at least 1")
+    places = {"--out": settings.out, "--cache-dir": settings.cache_dir}
+    for flag, folder in places.items():
+        check_place(flag, folder, write=False)
+    if not settings.dry_run and not (settings.out / MANIFEST).exists():  # what is finished is left alone
+        for flag, folder in places.items():
+            check_place(flag, folder, write=True)
     if settings.cache_dir.resolve().is_relative_to(settings.out.resolve()):
         raise ValueError(
             f"--out {settings.out}: --cache-dir {settings.cache_dir} is or lies within it, where nothing but the "
@@ -263,11 +275,9 @@ def existing(out: Path, recipe: dict[str, Any]) -> Manifest | None:
     """The finished dataset in ``out`` if it is this recipe's, None if there is none.
 
     Raises:
-        DatasetError: it is another recipe's, or damaged, or ``out`` holds foreign files.
+        DatasetError: it is another recipe's, or damaged.
     """
     if not (out / MANIFEST).exists():
-        if out.exists() and not out.is_dir():
-            raise DatasetError(f"--out {out}: this is a file; choose a folder")
         return None
     manifest = PackedDataset.open(out).manifest
     if manifest.fingerprint == fingerprint(recipe):

@@ -8,7 +8,7 @@ Costs: about 0.5 GB a worker at any row length and any size of the cache.
 import json
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -254,18 +254,21 @@ def histogram(values: Sequence[int] | Int64, width: int) -> dict[str, Any]:
 
 def reject_lines(encoded: EncodedSet, plan: PackPlan) -> list[Reject]:
     """One line per (doc_id, what), sorted: what is rejected, truncated, split or escaped."""
-    documents = encoded.documents
+    lines = [*encoded.rejects, *planned_lines(encoded.documents, plan)]
+    return sorted(lines, key=lambda line: (line.doc_id, line.what))
+
+
+def planned_lines(documents: Documents, plan: PackPlan) -> Iterator[Reject]:
+    """What the plan rejects, truncates or splits."""
     kept = np.bincount(plan.docs, plan.stops - plan.starts, minlength=len(documents.lengths)).astype(np.int64)
     num_pieces = np.bincount(plan.docs, minlength=len(documents.lengths))
-    lines = list(encoded.rejects)
     for doc, reason in zip(plan.rejected.tolist(), plan.reasons, strict=True):
         detail = f"{documents.lengths[doc]} tokens"
-        lines.append(Reject(doc_id=int(documents.doc_ids[doc]), what="rejected", reason=reason, detail=detail))
+        yield Reject(doc_id=int(documents.doc_ids[doc]), what="rejected", reason=reason, detail=detail)
     for what, docs in (("truncated", plan.truncated), ("split", plan.split)):
         for doc in docs.tolist():
             detail = f"{kept[doc]} of {documents.lengths[doc]} tokens kept in {num_pieces[doc]} pieces"
-            lines.append(Reject(doc_id=int(documents.doc_ids[doc]), what=what, reason="", detail=detail))
-    return sorted(lines, key=lambda line: (line.doc_id, line.what))
+            yield Reject(doc_id=int(documents.doc_ids[doc]), what=what, reason="", detail=detail)
 
 
 def reject_bytes(lines: list[Reject]) -> bytes:

@@ -31,6 +31,7 @@ import tyro
 
 from pipeline.binpack import pack
 from pipeline.bounds import lower_bound
+from pipeline.cli import refuse_repeats
 from pipeline.manifest import Manifest
 from pipeline.shards import Int64, PackedDataset
 
@@ -68,6 +69,7 @@ class Settings:
 def main() -> int:
     """The command line. Returns the exit status."""
     settings = tyro.cli(Settings, prog="python -m pipeline.bench")
+    refuse_repeats(Settings)
     if find_spec("polars") is None:
         raise SystemExit('the report is measured too: install the extra "report", python -m pip install ".[report]"')
     with tempfile.TemporaryDirectory(dir=settings.scratch) as scratch:

@@ -312,23 +312,30 @@ def _num_rows(patterns: Sequence[Pattern]) -> int:
     return sum(rows for _, rows in patterns)
 
 
+def _is_near(patterns: Sequence[Pattern], bound: int) -> bool:
+    """Whether no way can be much better."""
+    return _num_rows(patterns) <= bound + bound // NEAR
+
+
 def _fewest_rows(lengths: Int64, *, max_tokens: int) -> list[Pattern]:
     """The best of a few ways to pack lengths in random order; the later ones only where the first falls short."""
     counts, draws = np.bincount(lengths), lengths.tolist()
+    best = _exact_fit(counts, draws, max_tokens=max_tokens)
+    bound = martello_toth_l2(lengths, max_tokens=max_tokens)
+    if _is_near(best, bound):  # and so it is to any greater bound, of which some cost seconds where T is large
+        return best
     dual, parameter = dual_bound(counts, max_tokens=max_tokens)
     least, some_rows = cutting_stock(counts, max_tokens=max_tokens)
-    bound = max(martello_toth_l2(lengths, max_tokens=max_tokens), dual, least)
+    bound = max(bound, dual, least)
     ways: tuple[Callable[[], list[Pattern]], ...] = (
-        lambda: _exact_fit(counts, draws, max_tokens=max_tokens),
         lambda: some_rows + _descending(_without(counts, some_rows), max_tokens=max_tokens),
         lambda: _short_first(counts, draws, max_tokens=max_tokens, parameter=parameter),
         lambda: _exact_fit(counts, draws, max_tokens=max_tokens, balanced=True),
     )
-    best: list[Pattern] = [([], len(lengths) + 1)]
     for way in ways:
-        best = min(best, way(), key=_num_rows)
-        if _num_rows(best) <= bound + bound // NEAR:
+        if _is_near(best, bound):
             break
+        best = min(best, way(), key=_num_rows)
     return best
 
 

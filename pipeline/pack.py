@@ -18,7 +18,6 @@ if __name__ == "__main__":
 
 import contextlib
 import gc
-import json
 import os
 import platform
 import sys
@@ -35,6 +34,7 @@ import tyro
 from pipeline import __version__
 from pipeline.assemble import EncodedSet, account, open_encoded
 from pipeline.binpack import ALGORITHM, plan_packing
+from pipeline.cli import refuse_repeats
 from pipeline.cut import Overflow
 from pipeline.encode import (
     ENCODE_VERSION,
@@ -46,6 +46,7 @@ from pipeline.encode import (
     encode_fingerprint,
 )
 from pipeline.manifest import MANIFEST, DatasetError, Manifest, differing_fields, fingerprint
+from pipeline.places import check_place, explained
 from pipeline.progress import Progress
 from pipeline.publish import Run, hold, need_disk
 from pipeline.render import MismatchError
@@ -53,6 +54,7 @@ from pipeline.rows import Block
 from pipeline.shards import ROWS_PER_BATCH, PackedDataset, publish, rows_per_shard
 from pipeline.source import Source, open_source
 from pipeline.summary import nothing_left, summary
+from pipeline.template import parse_variables
 from pipeline.tokenizer import TokenizerFiles, open_tokenizer
 from pipeline.workers import Workers, shared
 
@@ -117,14 +119,20 @@ class Settings:
 def main() -> int:
     """The command line. Returns the exit status: 0 done, 2 an error that is explained, 130 interrupted."""
     settings = tyro.cli(Settings, prog="python -m pipeline.pack")
+    refuse_repeats(Settings)
     try:
         hear()
         if settings.dry_run:
             print(dry_run(settings))
         else:
             pack(settings)
-    except (ValueError, OSError) as error:
+    except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        options = ("out", "cache_dir", "source", "tokenizer")
+        places = {f"--{name.replace('_', '-')}": str(getattr(settings, name)) for name in options}
+        print(f"error: {explained(error, places)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(INTERRUPTED, file=sys.stderr)
@@ -205,7 +213,7 @@ def _make(
 
 def resolve(settings: Settings) -> tuple[Source, TokenizerFiles, dict[str, Any]]:
     """Open source and tokenizer and write down the recipe: every setting that shapes the content."""
-    kwargs = _template_kwargs(settings.template_kwargs)
+    kwargs = parse_variables(settings.template_kwargs)
     _check(settings)
     source = open_source(
         settings.source,
@@ -250,6 +258,12 @@ def _check(settings: Settings) -> None:
         raise ValueError(f"--seed {settings.seed}: use 0 to 2**63 - 1")
     if settings.workers < 1:
         raise ValueError(f"--workers {settings.workers}: use at least 1")
+    places = {"--out": settings.out, "--cache-dir": settings.cache_dir}
+    for flag, folder in places.items():
+        check_place(flag, folder, write=False)
+    if not settings.dry_run and not (settings.out / MANIFEST).exists():  # what is finished is left alone
+        for flag, folder in places.items():
+            check_place(flag, folder, write=True)
     if settings.cache_dir.resolve().is_relative_to(settings.out.resolve()):
         raise ValueError(
             f"--out {settings.out}: --cache-dir {settings.cache_dir} is or lies within it, where nothing but the "
@@ -261,11 +275,9 @@ def existing(out: Path, recipe: dict[str, Any]) -> Manifest | None:
     """The finished dataset in ``out`` if it is this recipe's, None if there is none.
 
     Raises:
-        DatasetError: it is another recipe's, or damaged, or ``out`` holds foreign files.
+        DatasetError: it is another recipe's, or damaged.
     """
     if not (out / MANIFEST).exists():
-        if out.exists() and not out.is_dir():
-            raise DatasetError(f"--out {out}: this is a file; choose a folder")
         return None
     manifest = PackedDataset.open(out).manifest
     if manifest.fingerprint == fingerprint(recipe):
@@ -275,17 +287,6 @@ def existing(out: Path, recipe: dict[str, Any]) -> Manifest | None:
         f"--out {out} holds a finished dataset of another recipe (there -> asked for):\n  {fields}\n"
         "Choose another --out, or delete that folder; encoded chats in the cache are reused where they can be."
     )
-
-
-def _template_kwargs(text: str) -> dict[str, Any]:
-    try:
-        kwargs = json.loads(text)
-        fingerprint({"kwargs": kwargs})
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"--template-kwargs {text}: expected one JSON object without floats ({error})") from None
-    if not isinstance(kwargs, dict):
-        raise ValueError(f"--template-kwargs {text}: expected one JSON object, e.g. '{{\"enable_thinking\": false}}'")
-    return kwargs
 
 
 # ---------------------------------------------------------------------------------------------- encode
@@ -378,7 +379,7 @@ def _notes(settings: Settings, tokenizer: TokenizerFiles) -> tuple[str, ...]:
         tokenizer.template,
         special_tokens=tokenizer.special_tokens,
         control_strings=tuple(tokenizer.added_tokens),
-        template_kwargs=_template_kwargs(settings.template_kwargs),
+        template_kwargs=parse_variables(settings.template_kwargs),
     ).notes
 
 

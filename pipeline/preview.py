@@ -13,14 +13,14 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.assemble import EncodedSet, open_encoded
+from pipeline.assemble import EncodedSet, open_encoded, planned_lines
 from pipeline.binpack import plan_packing
 from pipeline.bounds import lower_bound
 from pipeline.cut import Documents
 from pipeline.encode import BlockRecord, Document, Encoder, block_name, encode_fingerprint
 from pipeline.rows import Block
-from pipeline.source import Conversation, Source, read_block
-from pipeline.summary import nothing_left, table
+from pipeline.source import Conversation, Reject, Source, read_block
+from pipeline.summary import none_packed, nothing_left, table
 from pipeline.tokenizer import TokenizerFiles
 
 SAMPLE_BLOCKS, SAMPLE_CHATS = 32, 1024  # places in the source, and chats over all of them
@@ -118,20 +118,22 @@ def _estimate(
 ) -> _Forecast:
     """Encode a sample in memory and take it for the whole."""
     rule = recipe["pack"]
-    num_read, documents, seconds = _sample(blocks, encoder[0])
+    num_read, documents, rejects, seconds = _sample(blocks, encoder[0])
     scale = num_chats / max(1, num_read)
     if not documents:
-        raise ValueError(f"none of a sample of {num_read} chats has a target. Check the columns and the template")
+        raise ValueError(none_packed(f"a sample of {num_read:,}", rejects))
     lengths = np.array([len(document.input_ids) for document in documents], np.int64)
-    plan = plan_packing(_flat(documents), **{name: rule[name] for name in ("max_tokens", "overflow", "seed")})
+    flat = _flat(documents)
+    plan = plan_packing(flat, **{name: rule[name] for name in ("max_tokens", "overflow", "seed")})
     if not plan.num_rows:
-        raise ValueError(f"none of a sample of {num_read} chats can be packed. Check --max-tokens and --overflow")
+        raise ValueError(none_packed(f"a sample of {num_read:,}", [*rejects, *planned_lines(flat, plan)]))
     pieces = plan.stops.astype(np.int64) - plan.starts
     whole = num_read == num_chats  # a source smaller than a sample: nothing is left to estimate
     sampled = f"estimated from {num_read:,} of the chats, give or take"
     least = -(-pieces.sum() // rule["max_tokens"])
     # What the bound says of so few rows is rough; where pieces do not fit together, it is far above the tokens' number.
-    misfit = max(1.0, (lower_bound(pieces, max_tokens=rule["max_tokens"]) - 1) / max(1, least))
+    fewest = lower_bound(pieces, max_tokens=rule["max_tokens"], rows=plan.num_rows)
+    misfit = max(1.0, (fewest - 1) / max(1, least))
     spread = 2 * float(lengths.std()) / max(1.0, float(lengths.mean())) / len(lengths) ** 0.5
     return _Forecast(
         rows=plan.num_rows if whole else max(1, round(pieces.sum() * scale * misfit / rule["max_tokens"] + 0.5)),
@@ -146,14 +148,17 @@ def _estimate(
     )
 
 
-def _sample(blocks: list[Block], encoder: Encoder) -> tuple[int, list[Document], float]:
+def _sample(blocks: list[Block], encoder: Encoder) -> tuple[int, list[Document], list[Reject], float]:
     """The first chats of blocks all over the source.
 
     Returns:
-        how many were read; those that became documents; seconds a chat, once shapes are learned and caches warm.
+        how many were read; those that became documents; why others did not; seconds a chat, once shapes are learned
+        and caches warm.
     """
     chosen = blocks[:: -(-len(blocks) // SAMPLE_BLOCKS)]
-    num_read, num_warm, documents = 0, 0, []
+    num_read, num_warm = 0, 0
+    documents: list[Document] = []
+    rejects: list[Reject] = []
     started = time.monotonic()
     for block in chosen:
         if num_read < SAMPLE_CHATS // 2 or len(chosen) == 1:
@@ -161,9 +166,10 @@ def _sample(blocks: list[Block], encoder: Encoder) -> tuple[int, list[Document],
         part = replace(block, num_rows=min(block.num_rows, max(1, SAMPLE_CHATS // len(chosen))))
         rows = list(read_block(part))
         num_read += len(rows)
-        chats = [row for row in rows if isinstance(row, Conversation)]
-        documents += [item for item in encoder.encode(chats) if isinstance(item, Document)]
-    return num_read, documents, (time.monotonic() - started) / max(1, num_read - num_warm)
+        encoded = encoder.encode([row for row in rows if isinstance(row, Conversation)])
+        documents += [item for item in encoded if isinstance(item, Document)]
+        rejects += [item for item in (*rows, *encoded) if isinstance(item, Reject)]
+    return num_read, documents, rejects, (time.monotonic() - started) / max(1, num_read - num_warm)
 
 
 def _flat(documents: list[Document]) -> Documents:

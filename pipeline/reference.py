@@ -19,6 +19,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import tyro
 
+from pipeline.cli import refuse_repeats
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
@@ -38,7 +40,9 @@ class Settings:
 
 def main() -> int:
     """The command line. Returns the exit status."""
-    print(json.dumps(measure(tyro.cli(Settings, prog="python -m pipeline.reference"))))
+    settings = tyro.cli(Settings, prog="python -m pipeline.reference")
+    refuse_repeats(Settings)
+    print(json.dumps(measure(settings)))
     return 0
 
 

@@ -13,6 +13,36 @@ import jinja2.ext
 import jinja2.nodes
 import jinja2.sandbox
 
+from pipeline.manifest import fingerprint
+
+PASSED = ("messages", "tools", "add_generation_prompt")
+"""Variables of a template that are those of the chat, and no setting's."""
+
+
+def parse_variables(text: str) -> dict[str, Any]:
+    """Read ``--template-kwargs``: variables for the template, one JSON object.
+
+    Raises:
+        ValueError: it is none, holds a float, or names a variable that is the chat's.
+    """
+    try:
+        variables = json.loads(text)
+        fingerprint({"kwargs": variables})
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"--template-kwargs {text}: expected one JSON object without floats ({error})") from None
+    if not isinstance(variables, dict):
+        raise ValueError(f"--template-kwargs {text}: expected one JSON object, e.g. '{{\"enable_thinking\": false}}'")
+    _check_variables(variables)
+    return variables
+
+
+def _check_variables(variables: dict[str, Any]) -> None:
+    if passed := [name for name in PASSED if name in variables]:
+        raise ValueError(
+            f"--template-kwargs: {' and '.join(passed)} cannot be set there, as every chat brings its own. "
+            "Leave out what names the chat itself; other variables of the template may stay."
+        )
+
 
 class DateError(ValueError):
     """The chat template asks for the date."""
@@ -26,10 +56,11 @@ class ChatTemplate:
         variables: what it may use besides the chat.
 
     Raises:
-        ValueError: it is not valid Jinja.
+        ValueError: it is not valid Jinja, or a variable is the chat's.
     """
 
     def __init__(self, source: str, variables: dict[str, Any]) -> None:
+        _check_variables(variables)
         try:
             environment = _environment()
             self._template = environment.from_string(source)
@@ -46,9 +77,8 @@ class ChatTemplate:
             Exception: whatever else the template raises.
         """
         try:
-            return self._template.render(
-                messages=messages, tools=tools, add_generation_prompt=prompt, **self._variables
-            )
+            chat = dict(zip(PASSED, (messages, tools, prompt), strict=True))
+            return self._template.render({**self._variables, **chat})  # no keywords: "self" may be a variable's name
         except jinja2.UndefinedError as error:
             if "strftime_now" not in str(error):
                 raise

@@ -5,8 +5,8 @@
     python -m pipeline.verify data/packed --semantic   # and every invariant of every row, every total
     python -m pipeline.verify data/packed --show 12    # row 12 decoded, boundaries and targets marked
 
-Exit status 0: it holds; 1: it does not, and the first fault is named; 130: interrupted. Costs: full is a read at disk
-speed, semantic about 0.4 ms a row of 8,192 tokens.
+Exit status 0: it holds; 1: it does not, and the first fault is named; 2: a wrong argument; 130: interrupted.
+Costs: full is a read at disk speed, semantic about 0.4 ms a row of 8,192 tokens.
 """
 
 from pipeline.interrupt import hear, quiet_imports
@@ -29,6 +29,7 @@ import pyarrow as pa
 import tyro
 
 from pipeline.accounts import Sums, check_totals, read_lines
+from pipeline.cli import refuse_repeats
 from pipeline.cut import Overflow
 from pipeline.encode import Targets
 from pipeline.manifest import DatasetError, Manifest, differing_fields
@@ -45,9 +46,9 @@ class Settings:
     dataset: Annotated[Path, tyro.conf.Positional]
     """Folder that holds manifest.json."""
     quick: bool = False
-    """Only the manifest, its identities and the exact size of every file."""
+    """Only the manifest, its identities and the exact size of every file; not with --semantic."""
     semantic: bool = False
-    """Also recompute every invariant of every row, and every total from the rows."""
+    """Also recompute every invariant of every row, and every total from the rows; not with --quick."""
     show: int | None = None
     """Print one row decoded, its boundaries and targets marked, and check nothing else."""
 
@@ -55,13 +56,17 @@ class Settings:
 def main() -> int:
     """The command line. Returns the exit status."""
     settings = tyro.cli(Settings, prog="python -m pipeline.verify")
+    refuse_repeats(Settings)
+    if settings.quick and settings.semantic:
+        print("error: --quick checks sizes only, --semantic every row. Leave one of them out.", file=sys.stderr)
+        return 2
     try:
         hear()
         dataset = PackedDataset.open(settings.dataset)
         if settings.show is not None:
             print(show(dataset, settings.show, colour=sys.stdout.isatty() and "NO_COLOR" not in os.environ))
             return 0
-        if settings.semantic or not settings.quick:
+        if not settings.quick:
             verify_hashes(dataset)
         if settings.semantic:
             verify_semantics(dataset)

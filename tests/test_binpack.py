@@ -7,6 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import pipeline.binpack
+import pipeline.bounds
 from pipeline.binpack import pack
 from pipeline.bounds import dual_bound, lower_bound, martello_toth_l2
 from pipeline.cut import Int64
@@ -186,3 +188,23 @@ def test_rows_of_the_first_half_hold_as_many_pieces_as_those_of_the_second() -> 
     counts = np.diff(offsets)
     first, second = np.array_split(counts, 2)
     assert abs(first.mean() - second.mean()) < 4 * counts.std() * np.sqrt(4 / len(counts))
+
+
+# ------------------------------------------------------------------------------------------- rows of millions of tokens
+
+
+def test_few_pieces_in_a_row_of_millions_of_tokens_are_planned_without_the_linear_programme(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for module in (pipeline.binpack, pipeline.bounds):
+        monkeypatch.setattr(module, "cutting_stock", lambda *_, **__: pytest.fail("its tables grow with T"))
+    lengths, max_tokens = np.array([300, 1200, 777]), 2**24
+    assert rows_of(lengths, max_tokens) == 1
+    assert lower_bound(lengths, max_tokens=max_tokens, rows=1) == 1
+
+
+@settings(max_examples=100)
+@given(st.lists(st.integers(1, 64), min_size=1, max_size=40))
+def test_a_known_packing_changes_no_bound(lengths: list[int]) -> None:
+    found, rows = np.array(lengths), rows_of(np.array(lengths), 64)
+    assert lower_bound(found, max_tokens=64, rows=rows) == lower_bound(found, max_tokens=64)

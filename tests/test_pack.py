@@ -55,9 +55,11 @@ def command(*args: str) -> list[str]:
     return [sys.executable, "-m", "pipeline.pack", *args]
 
 
-def arguments(settings: Settings) -> list[str]:
+def arguments(settings: Settings, *changes: str) -> list[str]:
+    """A command line; what ``changes`` sets is left to them."""
     names = ("source", "tokenizer", "out", "cache_dir", "max_tokens", "workers")
-    return [part for n in names for part in (f"--{n.replace('_', '-')}", str(getattr(settings, n)))]
+    given = {f"--{name.replace('_', '-')}": str(getattr(settings, name)) for name in names}
+    return [part for flag, value in given.items() if flag not in changes for part in (flag, value)] + [*changes]
 
 
 @pytest.mark.parametrize("overflow", ["truncate", "split", "drop"])
@@ -375,6 +377,8 @@ def test_without_a_network_one_error_names_the_local_options(
         (["--max-tokens", "1"], "--max-tokens 1"),
         (["--workers", "0"], "--workers 0"),
         (["--template-kwargs", "["], "--template-kwargs ["),
+        (["--template-kwargs", '{"messages": []}'], "messages cannot be set"),
+        (["--source", "/missing.parquet", "--template-kwargs", '{"tools": 1}'], "tools cannot be set"),
         (["--source", "/missing.parquet"], "--source /missing.parquet"),
         (["--limit", "0"], "--limit 0"),
         (["--max-tokens", "3000000000"], "--max-tokens 3000000000"),
@@ -386,7 +390,7 @@ def test_without_a_network_one_error_names_the_local_options(
 def test_bad_settings_exit_2_with_one_line(
     make: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], changes: list[str], words: str
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["pack", *arguments(make()), *changes])
+    monkeypatch.setattr(sys, "argv", ["pack", *arguments(make(), *changes)])
     monkeypatch.chdir(make().out.parent)
     assert pipeline.pack.main() == 2
     error = capsys.readouterr().err

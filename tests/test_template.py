@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.template import ChatTemplate
+from pipeline.template import ChatTemplate, parse_variables
 from tests.chatml import PLAIN, by_transformers, chat, qwen_template, rendered, renderer
 
 # Refusals at the start
@@ -51,8 +51,19 @@ def test_wrong_template_kwargs_are_said_at_the_start(qwen_fixtures: Path) -> Non
     template = qwen_template(qwen_fixtures, "qwen3_8")
     with pytest.raises(ValueError, match=r"Unexpected reasoning effort bogus.*--template-kwargs"):
         renderer(template, template_kwargs={"reasoning_effort": "bogus"})
-    with pytest.raises(ValueError, match=r"'messages'.*--template-kwargs"):
-        renderer(template, template_kwargs={"messages": []})
+
+
+@pytest.mark.parametrize("name", ["messages", "tools", "add_generation_prompt"])
+def test_a_variable_that_is_the_chats_own_is_refused_by_its_name(name: str) -> None:
+    for refused in (lambda: parse_variables(f'{{"a": 1, "{name}": []}}'), lambda: ChatTemplate(PLAIN, {name: []})):
+        with pytest.raises(ValueError, match=rf"--template-kwargs: {name} cannot be set"):
+            refused()
+
+
+def test_every_other_name_reaches_the_template() -> None:
+    source = "{{ documents[0] }}{{ environment }}{{ args }}{{ kwargs }}"
+    variables = {"documents": ["a"], "environment": "b", "args": "c", "kwargs": "d", "self": "e"}
+    assert ChatTemplate(source, variables)(chat("a", "b")) == "abcd"
 
 
 # The Jinja environment

@@ -231,7 +231,7 @@ def test_quick_looks_at_sizes_full_at_hashes(
     out = str(tmp_path)
     assert [run(monkeypatch, out, *level) for level in ([], ["--quick"], ["--semantic"])] == [0, 0, 0]
     (tmp_path / "foreign").touch()  # found by the full check, which a semantic one includes
-    assert [run(monkeypatch, out, *level) for level in (["--quick"], ["--quick", "--semantic"])] == [0, 1]
+    assert [run(monkeypatch, out, *level) for level in (["--quick"], [], ["--semantic"])] == [0, 1, 1]
     (tmp_path / "foreign").unlink()
     capsys.readouterr()
     shard = tmp_path / "shard-00000.arrow"
@@ -245,6 +245,16 @@ def test_quick_looks_at_sizes_full_at_hashes(
     assert run(monkeypatch, out, "--quick") == 1
     (tmp_path / MANIFEST).unlink()
     assert run(monkeypatch, out, "--quick") == 1
+
+
+def test_quick_and_semantic_exclude_each_other(
+    packed: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, str(packed), "--quick", "--semantic") == 2
+    out, error = capsys.readouterr()
+    assert not out
+    assert "--quick" in error
+    assert "--semantic" in error
 
 
 def test_a_shown_row_has_its_boundaries_and_targets_marked(

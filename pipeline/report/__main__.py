@@ -28,6 +28,7 @@ from typing import Annotated, Any
 
 import tyro
 
+from pipeline.cli import refuse_repeats
 from pipeline.report.compare import compare, comparison_page
 from pipeline.report.figures import measure
 from pipeline.report.numbers import numbers
@@ -56,6 +57,7 @@ class Settings:
 def main() -> int:
     """The command line. Returns the exit status."""
     settings = tyro.cli(Settings, prog="python -m pipeline.report")
+    refuse_repeats(Settings)
     try:
         hear()
         if settings.other is None:

@@ -32,6 +32,7 @@ import torch
 import tyro
 from torch import Tensor
 
+from pipeline.cli import refuse_repeats
 from trainer.exports import publishing, read_json, refuse_replacing, save_tensors, write_json
 from trainer.hub import weights_folder
 from trainer.lora import adapted
@@ -287,6 +288,7 @@ def main() -> int:
     settings: Merge | Text = tyro.extras.subcommand_cli_from_dict(
         {"merge": Merge, "text": Text}, prog="python -m trainer.adapters"
     )
+    refuse_repeats(Merge, Text)
     try:
         if isinstance(settings, Text):
             print(f"for the text class: {for_text(settings.adapter, settings.out)}")

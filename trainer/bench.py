@@ -36,6 +36,7 @@ from typing import Annotated, Any
 import torch
 import tyro
 
+from pipeline.cli import refuse_repeats
 from pipeline.shards import PackedDataset
 from trainer import curves, ladder
 from trainer.hub import is_random, pin
@@ -151,6 +152,7 @@ def main(args: Sequence[str] | None = None) -> int:
         | Annotated[Table, tyro.conf.subcommand("table")]
     )
     settings: Any = tyro.cli(commands, prog="python -m trainer.bench", args=given)
+    refuse_repeats(Ladder, Curves, Table, arguments=given)
     command = "python -m trainer.bench " + shlex.join(given)
     former = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # an exception, as Ctrl-C is
     try:

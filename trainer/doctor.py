@@ -36,6 +36,7 @@ from typing import Annotated, Any, Literal
 import torch
 import tyro
 
+from pipeline.cli import refuse_repeats
 from trainer import card, measured
 from trainer.cases import MIXING, NARROW, RELEASED, Maker, Sizes
 from trainer.kernels import TABLE, Choice, Kernels, select
@@ -300,6 +301,7 @@ def main(args: Sequence[str] | None = None) -> int:
     """Run the command line; returns 0, 1 if a check failed, 2 if nothing could be examined, 130 after Ctrl-C."""
     hear()
     settings = tyro.cli(Settings, prog="python -m trainer.doctor", args=args, config=(tyro.conf.FlagCreatePairsOff,))
+    refuse_repeats(Settings, arguments=args)
     name = settings.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if name == "cuda" and not torch.cuda.is_available():
         print("error: --device cuda, but torch finds no GPU here; use --device cpu", file=sys.stderr)

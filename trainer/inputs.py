@@ -10,6 +10,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 from transformers import Qwen3_5TextConfig
 
+from pipeline.places import check_place
 from pipeline.shards import PackedDataset
 from trainer import hub, memory, record, trackers
 from trainer.plan import Plan
@@ -63,7 +64,9 @@ def prepare(settings: Settings, world: World) -> Inputs:
     settings = resolve(settings, spec=spec, dataset_id=dataset.manifest.dataset_id, device=world.device)
     assert settings.out is not None
     assert settings.precision is not None
-    record.require_folder(settings.out, resume=settings.resume)
+    out = settings.out
+    on_rank_0(world, lambda: check_place("--out", out, write=True))
+    record.require_folder(out, resume=settings.resume)
     eval_dataset = open_evaluation(settings.eval_shards, dataset) if settings.eval_shards else None
     plan = Plan.build(
         num_rows=len(dataset), seed=settings.seed, rows_per_step=settings.rows_per_step, epochs=settings.epochs,

@@ -37,6 +37,8 @@ from typing import Annotated, Any
 
 import tyro
 
+from pipeline.cli import refuse_repeats
+
 Event = dict[str, Any]
 Interval = tuple[float, float]
 
@@ -384,6 +386,7 @@ def main(args: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code: 0, 2 for a file that is no trace, 130 after Ctrl-C."""
     hear()
     settings = tyro.cli(Settings, prog="python -m trainer.timeline", args=args, config=(tyro.conf.FlagCreatePairsOff,))
+    refuse_repeats(Settings, arguments=args)
     found: dict[str, dict[str, Any]] = {}
     try:
         if not settings.traces:

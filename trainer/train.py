@@ -31,6 +31,7 @@ import torch
 import tyro
 from torch import Tensor
 
+from pipeline.cli import refuse_repeats
 from pipeline.shards import PackedDataset
 from trainer import adapters, checkpoint, hub, lora, memory, record, trackers, weights
 from trainer.batches import Prefetch, Reader, StepBatches
@@ -56,6 +57,7 @@ def main(args: Sequence[str] | None = None) -> int:
     hear()
     try:
         settings = tyro.cli(Settings, prog="python -m trainer.train", args=args, config=(tyro.conf.FlagCreatePairsOff,))
+        refuse_repeats(Settings, arguments=args)
         with join_world() as world:
             train(prepare(settings, world))
     except KeyboardInterrupt:

@@ -29,6 +29,7 @@ from typing import Annotated, Any
 
 import tyro
 
+from pipeline.cli import refuse_repeats
 from pipeline.page.charts import NUM_COLOURS
 from trainer.report.figures import as_json, figures
 from trainer.report.log import TRACE, Run, read
@@ -58,6 +59,7 @@ def main(args: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code: 0, 2 for input that cannot be read, 130 after Ctrl-C."""
     hear()
     settings = tyro.cli(Settings, prog="python -m trainer.report", args=args, config=(tyro.conf.FlagCreatePairsOff,))
+    refuse_repeats(Settings, arguments=args)
     try:
         now = time.time()
         pairs = open_runs(settings.runs, now=now)

@@ -309,6 +309,24 @@ def test_records_have_a_table_or_an_error_that_names_those_that_have(
         assert printed.err == f"error: {path} is a record of {what}; records of ladder and of curves have a table\n"
 
 
+@pytest.mark.parametrize("content", [None, "", "x", "[]", "[" * 100_000, "{}", '{"what": []}', '{"what": "ladder"}',
+                                     '{"what": "curves", "variants": 5}'])  # fmt: skip
+def test_a_table_of_what_is_no_record_names_the_file_and_what_makes_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str | None
+) -> None:
+    path = tmp_path / "record.json"
+    if content is not None:
+        path.write_text(content)
+    for place in (path, tmp_path):
+        assert bench.main(["table", str(place)]) == 2
+        said = capsys.readouterr().err
+        if content == "{}" and place == path:
+            assert said == f"error: {path} is a record of None; records of ladder and of curves have a table\n"
+            continue
+        assert said.startswith(f"error: {place} is no record of ladder or of curves (")
+        assert said.endswith("python -m trainer.bench ladder or curves wrote into --record, by default data/records\n")
+
+
 def test_an_unknown_rung_or_folder_is_an_error(
     tmp_path: Path, shards: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

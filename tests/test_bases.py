@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tests.released import write_source
 from tests.tiny import tiny_model
+from tests.training import BF16, LORA, SHORT, make_base, run
 from trainer import adapters, bases, weights
 from trainer.lora import add_adapters
 
@@ -145,3 +146,23 @@ def test_the_command_line_refuses_other_weights_unless_they_are_asked_for(
     command.append("--accept-other-source")
     assert adapters.main() == 0
     assert "merging all the same" in capsys.readouterr().out
+
+
+def test_a_bf16_runs_adapter_goes_into_its_fp32_source_and_not_into_another_runs_export(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = make_base(tmp_path)
+    for name, seed in (("one", "0"), ("two", "1")):
+        assert run(base, tmp_path / name, *SHORT, "--seed", seed) == 0
+    one, two = (tmp_path / name / "export" for name in ("one", "two"))
+    assert run(base, tmp_path / "lora", "--model", str(one), *SHORT, *LORA, *BF16) == 0
+    capsys.readouterr()
+    adapter = tmp_path / "lora" / "adapter"
+    adapters.merge(one, adapter, tmp_path / "merged")
+    assert capsys.readouterr().out == ""
+    with pytest.raises(ValueError, match=rf"--source {two} holds other .* recorded as {one} \("):
+        adapters.merge(two, adapter, tmp_path / "no")
+    assert run(base, tmp_path / "random", *SHORT, *LORA) == 0
+    with pytest.raises(ValueError, match="trained on random weights"):
+        adapters.merge(one, tmp_path / "random" / "adapter", tmp_path / "no")
+    assert not (tmp_path / "no").exists()

@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 
 from tests.released import COMPANIONS, whole_class, write_source, write_tokenizer
 from tests.tiny import batch_of, random_documents, tiny_model
-from trainer import adapters, exports, weights
+from trainer import adapters, bases, exports, weights
 from trainer.kernels import select
 from trainer.lora import adapted, add_adapters
 from trainer.model import Qwen3_5ForCausalLM
@@ -236,7 +236,7 @@ def test_adapters_are_stored_in_their_dtype_with_what_loading_needs(tmp_path: Pa
     assert {tensor.dtype for tensor in stored.values()} == {torch.bfloat16}
     config = peft.PeftConfig.from_pretrained(out)
     assert (config.r, config.lora_alpha, config.base_model_name_or_path) == (RANK, 0.5, "Qwen/Tiny")
-    assert sorted(path.name for path in out.iterdir()) == [exports.MARK, adapters.CONFIG, adapters.TENSORS]
+    assert {path.name for path in out.iterdir()} == {exports.MARK, bases.BASE, adapters.CONFIG, adapters.TENSORS}
 
 
 def test_a_former_adapter_is_replaced_and_another_folder_is_not(tmp_path: Path) -> None:

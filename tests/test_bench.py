@@ -19,6 +19,7 @@ import torch
 from pipeline.shards import PackedDataset
 from tests.packed import make_packed, random_rows
 from tests.tiny import tiny_config
+from tests.training import once
 from trainer import bench, ladder, metrics, rungs, stock
 
 CPU = torch.device("cpu")
@@ -237,7 +238,7 @@ def test_the_record_holds_each_rung_as_it_finishes_and_failures_with_their_reaso
         "runs": [measured(4, [0.4]), measured(8, [0.8])],
     }
     processes["full_bf16"] = {"status": "timeout", "detail": "stopped after 9 s", "runs": [measured(4, [0.1])]}
-    assert bench.main([*command, "--rungs", "stock_padded,full_bf16"]) == 1
+    assert bench.main(once(*command, "--rungs", "stock_padded,full_bf16")) == 1
     (path,) = record.iterdir()
     found = json.loads(path.read_text())
     assert found["what"] == "ladder"
@@ -251,7 +252,7 @@ def test_the_record_holds_each_rung_as_it_finishes_and_failures_with_their_reaso
     assert "Documents of a padded batch: stock_padded 4." in found["notes"]
 
     processes["full_bf16"] = {"status": "ok", "runs": [measured(4, [0.1]), measured(8, [0.2])]}
-    assert bench.main([*command, "--rungs", "full_bf16"]) == 0
+    assert bench.main(once(*command, "--rungs", "full_bf16")) == 0
     found = json.loads(path.read_text())
     assert found["figures"]["full_bf16_tokens_per_s"]["value"] == 3000
     assert found["figures"]["stock_padded_tokens_per_s"]["value"] == 750
@@ -280,7 +281,7 @@ def test_a_record_of_another_model_precision_or_dataset_is_refused(
         (["--shards", str(other)], f"dataset_id {PackedDataset.open(shards).manifest.dataset_id!r}, now "),
     ):
         capsys.readouterr()
-        assert bench.main([*command, "--rungs", "lora_bf16", *changed]) == 2
+        assert bench.main(once(*command, "--rungs", "lora_bf16", *changed)) == 2
         error = capsys.readouterr().err
         assert f"error: {path} holds full_bf16" in error
         assert reason in error
@@ -293,12 +294,12 @@ def test_a_record_that_does_not_say_its_settings_is_refused_but_has_a_table(
 ) -> None:
     command = ["ladder", "--shards", str(shards), "--model", tiny, "--record", str(tmp_path), "--device", "cpu"]
     processes["full_bf16"] = {"status": "ok", "runs": [measured(4, [0.1]), measured(8, [0.2])]}
-    assert bench.main([*command, "--rungs", "full_bf16"]) == 0
+    assert bench.main(once(*command, "--rungs", "full_bf16")) == 0
     (path,) = tmp_path.iterdir()
     record = json.loads(path.read_text())
     del record["rungs"]["full_bf16"]["settings"]
     path.write_text(json.dumps(record))
-    assert bench.main([*command, "--rungs", "full_bf16"]) == 2
+    assert bench.main(once(*command, "--rungs", "full_bf16")) == 2
     assert f"error: {path} does not say which settings full_bf16" in capsys.readouterr().err
     assert bench.main(["table", str(path)]) == 0
     assert "| `full_bf16` | 3,000 |" in capsys.readouterr().out
@@ -317,6 +318,24 @@ def test_records_have_a_table_or_an_error_that_names_those_that_have(
     assert printed.out.startswith("| ") == has_table
     if not has_table:
         assert printed.err == f"error: {path} is a record of {what}; records of ladder and of curves have a table\n"
+
+
+@pytest.mark.parametrize("content", [None, "", "x", "[]", "[" * 100_000, "{}", '{"what": []}', '{"what": "ladder"}',
+                                     '{"what": "curves", "variants": 5}'])  # fmt: skip
+def test_a_table_of_what_is_no_record_names_the_file_and_what_makes_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str | None
+) -> None:
+    path = tmp_path / "record.json"
+    if content is not None:
+        path.write_text(content)
+    for place in (path, tmp_path):
+        assert bench.main(["table", str(place)]) == 2
+        said = capsys.readouterr().err
+        if content == "{}" and place == path:
+            assert said == f"error: {path} is a record of None; records of ladder and of curves have a table\n"
+            continue
+        assert said.startswith(f"error: {place} is no record of ladder or of curves (")
+        assert said.endswith("python -m trainer.bench ladder or curves wrote into --record, by default data/records\n")
 
 
 def test_an_unknown_rung_or_folder_is_an_error(

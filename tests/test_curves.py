@@ -16,6 +16,7 @@ import torch
 from pipeline.shards import PackedDataset
 from tests.packed import make_packed, random_rows
 from tests.tiny import tiny_config, tiny_model
+from tests.training import once
 from trainer import bench, curves, stock
 from trainer.batches import make_batch
 from trainer.weights import export
@@ -160,7 +161,7 @@ def test_a_curve_is_in_the_record_as_soon_as_it_is_done(
 
     monkeypatch.setattr(bench, "in_a_process", process)
     command = ["curves", "--shards", str(shards), "--model", tiny, "--record", str(tmp_path), "--device", "cpu"]
-    assert bench.main([*command, "--at-once", "2", "--variants", "stock_padded,ours_packed"]) == 0
+    assert bench.main(once(*command, "--at-once", "2", "--variants", "stock_padded,ours_packed")) == 0
     (path,) = tmp_path.glob("*.json")
     assert json.loads(path.read_text())["variants"]["stock_padded"]["before"] == [["ours_packed"]]
 
@@ -177,8 +178,8 @@ def test_curves_of_other_settings_are_refused_before_anything_runs(
     monkeypatch.setattr(bench, "in_a_process", short_curve)
     command = ["curves", "--shards", str(shards), "--model", tiny, "--record", str(tmp_path), "--device", "cpu"]
     command += ["--variants", "ours_packed"]
-    assert bench.main([*command, "--variants", "stock_padded"]) == 0
-    assert bench.main([*command, "--fp32-steps", "3", "--time-box", "9", "--at-once", "2"]) == 0
+    assert bench.main(once(*command, "--variants", "stock_padded")) == 0
+    assert bench.main(once(*command, "--fp32-steps", "3", "--time-box", "9", "--at-once", "2")) == 0
     (path,) = tmp_path.glob("*.json")
     before = {file: file.read_text() for file in tmp_path.iterdir()}
     for changed, reasons in (
@@ -190,7 +191,7 @@ def test_curves_of_other_settings_are_refused_before_anything_runs(
         (["--precision", "fp32"], ("precision 'bf16', now 'fp32'",)),
     ):
         capsys.readouterr()
-        assert bench.main([*command, *changed]) == 2
+        assert bench.main(once(*command, *changed)) == 2
         error = capsys.readouterr().err
         assert f"error: {path} holds stock_padded" in error
         assert all(reason in error for reason in reasons), error
@@ -217,7 +218,7 @@ def test_a_model_that_there_is_not_is_one_error_of_all_curves(
 ) -> None:
     monkeypatch.setattr(bench, "in_a_process", short_curve)
     command = ["curves", "--shards", str(shards), "--record", str(tmp_path), "--device", "cpu"]
-    assert bench.main([*command, "--model", "random:7B"]) == 2
+    assert bench.main(once(*command, "--model", "random:7B")) == 2
     assert capsys.readouterr().err.startswith("error: --model random:7B: no such size")
     assert not list(tmp_path.iterdir())
 
@@ -231,8 +232,8 @@ def test_curves_from_two_checkpoints_do_not_share_a_record(
         for seed in (1, 2)
     )
     command = ["curves", "--shards", str(shards), "--record", str(tmp_path / "records"), "--device", "cpu"]
-    assert bench.main([*command, "--model", one, "--variants", "ours_packed"]) == 0
-    assert bench.main([*command, "--model", two, "--variants", "stock_padded"]) == 2
+    assert bench.main(once(*command, "--model", one, "--variants", "ours_packed")) == 0
+    assert bench.main(once(*command, "--model", two, "--variants", "stock_padded")) == 2
     assert f"model {one!r}, now {two!r}" in capsys.readouterr().err
 
 
@@ -252,7 +253,7 @@ def test_variants_at_once_are_dealt_out_to_the_gpus(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
     command = ["curves", "--shards", str(shards), "--model", tiny, "--record", str(tmp_path), "--device", "cpu"]
     six = ",".join(curves.VARIANTS[:6])
-    assert bench.main([*command, "--at-once", "3", "--variants", six]) == 0
+    assert bench.main(once(*command, "--at-once", "3", "--variants", six)) == 0
     assert sorted(used) == ["4"] * 4 + ["7"] * 2
 
 
@@ -268,7 +269,7 @@ def test_the_record_says_how_many_gpus_were_used(
     monkeypatch.setattr(bench, "in_a_process", short_curve)
     command = ["curves", "--shards", str(shards), "--model", tiny, "--record", str(tmp_path), "--device", "cuda"]
     some = ",".join(curves.VARIANTS[:variants])
-    assert bench.main([*command, "--at-once", str(at_once), "--variants", some]) == 0
+    assert bench.main(once(*command, "--at-once", str(at_once), "--variants", some)) == 0
     (path,) = tmp_path.glob("*-curves-nvidia-h200.json")
     record = json.loads(path.read_text())
     assert (record["machine"], record["num_gpus"]) == ("NVIDIA H200", used)
@@ -311,7 +312,7 @@ def test_the_record_of_curves_has_a_table(
 ) -> None:
     monkeypatch.setattr(bench, "in_a_process", short_curve)
     command = ["curves", "--shards", str(shards), "--model", tiny, "--record", str(tmp_path), "--device", "cpu"]
-    assert bench.main([*command, "--variants", "ours_packed,stock_padded"]) == 0
+    assert bench.main(once(*command, "--variants", "ours_packed,stock_padded")) == 0
     assert "| `stock_padded` | 3 | 5.0 | 4.0 | 1.0 | 0.0 | 0.0 |" in capsys.readouterr().out
     (path,) = tmp_path.glob("*.json")
     assert dataclasses.asdict(bench.Table(path=path))["path"] == path

@@ -23,6 +23,8 @@ HOW: dict[str, Any] = {"tokenizer_dir": None, "eos_token_ids": [1]}
 
 def write_adapter(out: Path, *, source: Path | None = None) -> Path:
     model = tiny_model()
+    if source is not None:
+        load_weights(model, source)
     add_adapters(model, rank=2, alpha=4.0, seed=0)
     return adapters.export(out, model=model, source=source, rank=2, alpha=4.0)
 
@@ -154,7 +156,8 @@ sys.exit(adapters.main())
 @pytest.mark.parametrize(("limit", "file"), [(50_000, ".safetensors"), (100, "config.json")])
 def test_a_full_disk_leaves_the_former_export_and_names_the_file(tmp_path: Path, limit: int, file: str) -> None:
     pytest.importorskip("resource", reason="limits of file sizes are POSIX's")
-    source, adapter = write_source(tmp_path / "source", kind="text"), write_adapter(tmp_path / "adapter")
+    source = write_source(tmp_path / "source", kind="text")
+    adapter = write_adapter(tmp_path / "adapter", source=source)
     if limit < 1000:  # the weights fit, and what lies beside them does not
         (source / "model.safetensors.index.json").unlink()
         for part in source.glob("*.safetensors"):
@@ -199,7 +202,8 @@ GENERATIONS: list[tuple[str, Any]] = [
 
 @pytest.mark.parametrize(("content", "expected"), GENERATIONS)
 def test_a_generation_config_of_any_form_is_read_or_named(tmp_path: Path, content: str, expected: Any) -> None:
-    source, adapter = write_source(tmp_path / "source", kind="text"), write_adapter(tmp_path / "adapter")
+    source = write_source(tmp_path / "source", kind="text")
+    adapter = write_adapter(tmp_path / "adapter", source=source)
     (adapter / "generation_config.json").write_text(content, encoding="utf-8")
     if isinstance(expected, list):
         out = adapters.merge(source, adapter, tmp_path / "merged")
@@ -214,7 +218,8 @@ def test_a_generation_config_of_any_form_is_read_or_named(tmp_path: Path, conten
 @pytest.mark.parametrize("settings", ["{}", '{"eos_token": "x"}'])
 @pytest.mark.parametrize("content", ["{}", "[]", "\xff"])
 def test_a_tokenizer_that_cannot_be_read_is_named(tmp_path: Path, content: str, settings: str) -> None:
-    source, adapter = write_source(tmp_path / "source", kind="text"), write_adapter(tmp_path / "adapter")
+    source = write_source(tmp_path / "source", kind="text")
+    adapter = write_adapter(tmp_path / "adapter", source=source)
     (adapter / "tokenizer.json").write_text(content, encoding="latin-1")
     (adapter / "tokenizer_config.json").write_text(settings, encoding="utf-8")
     with pytest.raises(ValueError, match=r"adapter: tokenizer\.json or tokenizer_config\.json cannot be read"):

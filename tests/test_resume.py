@@ -28,6 +28,7 @@ from tests.training import (
     make_base,
     metrics,
     on_two_ranks,
+    once,
     run,
     trainer,
     wait_for_checkpoint,
@@ -99,7 +100,7 @@ def test_a_run_killed_at_any_moment_equals_an_uninterrupted_one(
     words = arguments(base, out, *long(base))
     rng = random.Random(time.time_ns())
     for wanted, more in ((1, ()), (3, ("--resume",))):
-        process = trainer(*words, "--save-every", "1", *more)
+        process = trainer(*once(*words, "--save-every", "1", *more))
         wait_for_checkpoint(process, out, step=wanted)
         time.sleep(rng.random() * 0.2)
         process.kill()

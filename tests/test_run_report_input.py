@@ -297,6 +297,43 @@ def test_a_page_that_cannot_be_written_is_an_error(tmp_path: Path, capsys: pytes
     assert capsys.readouterr().err.startswith("error: ")
 
 
+def test_a_folder_in_the_place_of_the_page_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = runs.write(tmp_path / "r", [runs.step(1)], runs.config())
+    (tmp_path / "pages").mkdir()
+    (folder / "report.html").mkdir()
+    for words, place in (
+        (["--out", str(tmp_path / "pages")], tmp_path / "pages"),
+        ([], folder / "report.html"),
+    ):
+        assert main([str(folder), *words]) == 2
+        expected = f"error: --out {place} is a folder: name the file that the page becomes, such as {place}/report.html"
+        assert capsys.readouterr().err == f"{expected}\n"
+    assert sorted(path.name for path in tmp_path.rglob("*")) == [
+        "config.json", "metrics.jsonl", "pages", "r", "report.html",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("fails", ["write_bytes", "replace"])
+@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
+def test_a_page_that_is_not_finished_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], fails: str, error: Any
+) -> None:
+    folder = runs.write(tmp_path / "r", [runs.step(1)], runs.config())
+    report(folder)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+
+    def fail(path: Path, *_: Any) -> None:
+        path.write_text("half a page")
+        raise error(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, fails, fail)
+        assert main([str(folder)]) == (2 if error is OSError else 130)
+    if error is OSError:
+        assert capsys.readouterr().err == f"error: [Errno 28] No space left on device: '{folder / 'report.html'}'\n"
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
 def test_two_reports_of_one_moment_are_equal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = runs.write(tmp_path / "r", [runs.step(1), runs.step(2)], runs.config())
     now = read(folder).changed + 5

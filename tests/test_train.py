@@ -252,6 +252,29 @@ def test_what_cannot_run_is_an_error_of_one_message(
     assert time.process_time() - begun < 10  # of work: a busy machine takes longer
 
 
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        (("--eval-shards", "one", "--eval-shards", "two"), "--eval-shards is given twice"),
+        (("--lr", "1e-3", "--lr=1e-4"), "--lr is given twice"),
+    ],
+)
+def test_an_option_given_twice_is_refused(
+    base: Path, capsys: pytest.CaptureFixture[str], option: tuple[str, ...], message: str
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        train.main(["--shards", str(base / "packed"), *option])
+    assert message in capsys.readouterr().err
+
+
+def test_a_place_that_is_no_folder_is_named_with_its_option(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    assert run(base, tmp_path / "file" / "run") == 2
+    assert f"--out {tmp_path / 'file' / 'run'}: {tmp_path / 'file'} is a file" in capsys.readouterr().err
+
+
 def test_resume_needs_the_folder(base: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert train.main(["--shards", str(base / "packed"), "--resume"]) == 2
     assert "--resume needs --out" in capsys.readouterr().err

@@ -54,14 +54,18 @@ def make_base(folder: Path) -> Path:
 
 def arguments(base: Path, out: Path, *more: str) -> list[str]:
     """The command's options with those of ``more`` in place of what they repeat."""
-    words = [
+    return once(
         "--shards", str(base / "packed"), "--model", f"random:{base / 'tiny.json'}", "--rows-per-step", "4",
         "--lr", "1e-2", "--out", str(out), *more,
-    ]  # fmt: skip
+    )  # fmt: skip
+
+
+def once(*words: str) -> list[str]:
+    """A command line in which the last of each option counts, as the commands refuse to have it twice."""
     starts = [i for i, word in enumerate(words) if word.startswith("--")]
     options = [words[i:j] for i, j in zip(starts, [*starts[1:], len(words)], strict=True)]
     last = {" ".join(option) if option[0] == "--track" else option[0]: option for option in options}
-    return [word for option in last.values() for word in option]
+    return [*words[: starts[0]], *(word for option in last.values() for word in option)]
 
 
 def long(base: Path) -> list[str]:

@@ -9,10 +9,11 @@
 or written by `text`. The targets are spelt as a pattern of
 whole names, so that neither the head nor vision and MTP modules of the same short names match.
 
-Guarantees: a folder is read back and compared before it appears under its name; merging reads the original weights
-again, adds in fp32 and rounds once, to the source's dtype, and carries everything else through.
-Costs: an adapter is one file of (inputs + outputs) * rank numbers a layer; merging reads the source twice and holds one
-file of the result.
+Guarantees: a folder is read back and compared before it appears under its name; merging refuses other weights than
+those that the adapter was trained on (see `trainer.bases`), reads the original ones again, adds in fp32 and rounds
+once, to the source's dtype, and carries everything else through.
+Costs: an adapter is one file of (inputs + outputs) * rank numbers a layer; merging reads the source twice, some values
+of it a third time, and holds one file of the result.
 """
 
 from pipeline.interrupt import hear, quiet_imports
@@ -23,7 +24,7 @@ if __name__ == "__main__":
 import json
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -33,6 +34,7 @@ import tyro
 from torch import Tensor
 
 from pipeline.cli import refuse_repeats
+from trainer.bases import require_base, write_base
 from trainer.exports import publishing, read_json, refuse_replacing, save_tensors, write_json
 from trainer.hub import weights_folder
 from trainer.lora import adapted
@@ -100,9 +102,11 @@ def export(
     prefix = _RELEASED if for_class == "source" and source is not None and _is_released(source) else _TEXT
     tensors = _peft_tensors(model, prefix)
     base = base or (None if source is None else str(source))
+    frozen = {name: layer.weight for name, layer in adapted(model).items()}
     with publishing(out) as folder:
         save_tensors(tensors, folder / TENSORS)
         write_json(folder / CONFIG, _peft_config(prefix, rank=rank, alpha=alpha, base=base, revision=revision))
+        write_base(folder, frozen, name=f"{base}@{revision}" if revision else base, is_random=source is None)
         if eos_token_ids:
             write_json(folder / GENERATION, {"eos_token_id": list(eos_token_ids)})
         if tokenizer_dir is not None:
@@ -111,15 +115,34 @@ def export(
     return out
 
 
-def merge(source: Path, adapter: Path, out: Path, *, shard_bytes: int = SHARD_BYTES) -> Path:
+def merge(
+    source: Path,
+    adapter: Path,
+    out: Path,
+    *,
+    accept_other_source: bool = False,
+    say: Callable[[str], None] = print,
+    shard_bytes: int = SHARD_BYTES,
+) -> Path:
     """Write the source with an adapter added to its weights, in its own class, keys and dtypes; return the folder.
 
-    Raises ValueError for an adapter that does not fit the source or that PEFT would compute otherwise.
+    Args:
+        source: the checkpoint that the adapter was trained on, or a copy of it.
+        adapter: its folder.
+        out: folder to write.
+        accept_other_source: merge into other weights too, telling `say`.
+        say: takes one line where what the adapter was trained on is another source, or not known.
+        shard_bytes: largest file of the result.
+
+    Raises ValueError for an adapter that does not fit the source, was trained on other weights, or that PEFT would
+    compute otherwise.
     """
+    refuse_replacing(out, what="export", tensors="model*.safetensors", needed=[source, adapter])
     config = _read_config(adapter)
     scale = config["lora_alpha"] / config["r"]
     file = adapter / TENSORS
     halves = _halves(file)
+    require_base(source, adapter, accept_other=accept_other_source, say=say)
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
         left = set(halves)
@@ -270,6 +293,8 @@ class Merge:
     """Folder or hub id of the checkpoint that the run started from."""
     out: Path
     """Folder to write; a former export there is replaced, anything else refused."""
+    accept_other_source: bool = False
+    """Merge also where --source holds other weights than those that the adapter was trained on, of the same shapes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -286,7 +311,7 @@ def main() -> int:
     """The command line. Returns the exit status: 0, or 2 where nothing was written, 130 after Ctrl-C."""
     hear()
     settings: Merge | Text = tyro.extras.subcommand_cli_from_dict(
-        {"merge": Merge, "text": Text}, prog="python -m trainer.adapters"
+        {"merge": Merge, "text": Text}, prog="python -m trainer.adapters", config=(tyro.conf.FlagCreatePairsOff,)
     )
     refuse_repeats(Merge, Text)
     try:
@@ -298,7 +323,8 @@ def main() -> int:
             raise ValueError(
                 f"--source {settings.source}: random weights are in no checkpoint; pass a folder or a hub id"
             )
-        print(f"merged: {merge(source, settings.adapter, settings.out)}")
+        out = merge(source, settings.adapter, settings.out, accept_other_source=settings.accept_other_source)
+        print(f"merged: {out}")
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

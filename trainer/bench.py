@@ -173,12 +173,18 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def table(path: Path) -> str:
-    """The record as a Markdown table."""
-    record = json.loads(path.read_text(encoding="utf-8"))
-    tables, what = {"ladder": ladder.table, "curves": curves.table}, record.get("what")
-    if what not in tables:
-        raise ValueError(f"{path} is a record of {what}; records of {' and of '.join(tables)} have a table")
-    return tables[what](record)
+    """The record as a Markdown table. Raises ValueError for what is no record, or one that has none."""
+    tables, what = {"ladder": ladder.table, "curves": curves.table}, None
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        if (what := record.get("what")) in tables:
+            return tables[what](record)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(
+            f"{path} is no record of {' or of '.join(tables)} ({type(error).__name__}: {error}). Pass the .json that "
+            f"python -m trainer.bench {' or '.join(tables)} wrote into --record, by default data/records"
+        ) from error
+    raise ValueError(f"{path} is a record of {what}; records of {' and of '.join(tables)} have a table")
 
 
 def run_ladder(settings: Ladder, command: str) -> int:

@@ -309,10 +309,14 @@ def _frozen_digest(model: nn.Module) -> str | None:
     frozen = {name: p.detach() for name, p in model.named_parameters() if not p.requires_grad}
     for name, parameter in sorted(frozen.items()):
         digest.update(f"{name} {parameter.dtype} {list(parameter.shape)}".encode())
-        stride = parameter.numel() // FROZEN_VALUES | 1  # odd: else it would take the same few columns in every row
-        values = parameter.reshape(-1)[::stride].contiguous()
-        digest.update(values.view(torch.uint8).cpu().numpy().data)
+        digest.update(spread(parameter).view(torch.uint8).cpu().numpy().data)
     return digest.hexdigest() if frozen else None
+
+
+def spread(tensor: Tensor) -> Tensor:
+    """About `FROZEN_VALUES` values of a tensor, evenly spread, or all of a small one; in one dimension."""
+    stride = tensor.numel() // FROZEN_VALUES | 1  # odd: else it would take the same few columns in every row
+    return tensor.reshape(-1)[::stride].contiguous()
 
 
 def _load_file(file: Path) -> dict[str, Tensor]:

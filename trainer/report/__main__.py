@@ -16,6 +16,7 @@ from pipeline.interrupt import hear, quiet_imports
 if __name__ == "__main__":
     quiet_imports("\ninterrupted")
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -87,7 +88,7 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def check_place(out: Path, runs: Sequence[Path], traces: Sequence[Path]) -> None:
-    """Refuse a place where the page would replace a file of a run, or a trace.
+    """Refuse a place where a folder is, or where the page would replace a file of a run, or a trace.
 
     Raises:
         ValueError: naming another.
@@ -101,6 +102,8 @@ def check_place(out: Path, runs: Sequence[Path], traces: Sequence[Path]) -> None
             )
     if place in [trace.resolve() for trace in traces]:
         raise ValueError(f"--out {out} is one of the traces: name another file, or leave --out out.")
+    if place.is_dir():
+        raise ValueError(f"--out {out} is a folder: name the file that the page becomes, such as {out / REPORT}")
 
 
 def open_runs(paths: Sequence[Path], *, now: float) -> list[Pair]:
@@ -157,11 +160,18 @@ def everything(pairs: Sequence[Pair], traces: Sequence[Trace]) -> dict[str, Any]
 
 
 def write(path: Path, content: bytes) -> None:
-    """Write a file, whole or not at all."""
+    """Write a file, whole or not at all. Raises OSError, which names it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".tmp-{path.name}")
-    temporary.write_bytes(content)
-    temporary.replace(path)
+    try:
+        temporary.write_bytes(content)
+        temporary.replace(path)
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink()  # it may fill the disk
+        if isinstance(error, OSError) and error.filename is None:  # a write's error does not say where
+            error.filename = str(path)
+        raise
 
 
 if __name__ == "__main__":

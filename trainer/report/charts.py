@@ -9,7 +9,7 @@ import numpy as np
 
 from pipeline.page import Mark, Markup, Series, bars, element, lines, section, table
 from pipeline.page.scales import nice_step
-from trainer.report.figures import PERCENTILES
+from trainer.report.figures import PERCENTILES, Figures
 from trainer.report.log import Floats, Ints, Run, whole
 from trainer.report.text import NOT_RECORDED, Pair, written
 
@@ -64,16 +64,25 @@ def _loss(pairs: Sequence[Pair]) -> Iterator[Markup]:
         held = [series(f.name, run.eval_step, run.eval_loss) for run, f in pairs if run.eval_step.size]
         yield drawn(held, title="Evaluation loss", y_name="nats a target", form="{:,.4f}")
         return
-    run = pairs[0][0]
+    run, f = pairs[0]
     means, num = smoothed(run.column("loss"))
     name = f"training, mean of {num:,} steps" if num > 1 else "training"
     held = [series(name, run.step, means)] if run.has("loss") else []
-    held += [series("evaluation", run.eval_step, run.eval_loss)] if run.eval_step.size else []
+    held += _evaluations(run, f)
     warm = [Mark(at=float(at), name="warm-up ends")] if (at := _warmup(run)) else []
     title = "Training and evaluation loss" if run.eval_step.size else "Training loss"
     yield drawn(held, title=title, y_name="nats a target", marks=warm, form="{:,.4f}")
     if num > 1:
         yield chart(pairs, "loss", title="Training loss of each step", y_name="nats a target", form="{:,.4f}")
+
+
+def _evaluations(run: Run, f: Figures) -> Iterator[Series]:
+    """A line, or one for each evaluation set, where it is known which evaluation is whose."""
+    last = f.eval_change.last_step if f.eval_change else None
+    former = run.eval_step <= (-1 if last is None else last)
+    for name, ours in (("evaluation, former set", former), ("evaluation", ~former)):
+        if ours.any():
+            yield series(name, run.eval_step[ours], run.eval_loss[ours])
 
 
 def _warmup(run: Run) -> int:

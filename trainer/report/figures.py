@@ -8,6 +8,7 @@ Costs: milliseconds; where only epochs are known, opening the dataset to count i
 """
 
 import dataclasses
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,6 +87,14 @@ class Count:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class EvalChange:
+    """A resumption brought another evaluation set: losses before and after it are of other rows."""
+
+    last_step: int | None
+    """Step of the former set's last evaluation; None where the log does not tell."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Figures:
     """One run."""
 
@@ -132,6 +141,8 @@ class Figures:
     """Steps whose gradient was longer than ``--clip`` and scaled down to it; None where nothing is clipped."""
     num_missing: int
     """Steps between the first and the last that have no line."""
+    eval_change: EvalChange | None
+    """None where all evaluations are of one set, as far as is recorded."""
     projection: Projection | None
     """None for a finished run, and where steps' times or their number are not known."""
 
@@ -166,6 +177,7 @@ def figures(run: Run, *, now: float) -> Figures:
         not_finite=Count(num=run.not_finite.size, first=tuple(run.not_finite[:LISTED].tolist())),
         num_clipped=_clipped(run.column("grad_norm"), run.config["settings"].get("clip")),
         num_missing=int(run.step[-1] - run.step[0]) + 1 - run.step.size if run.step.size else 0,
+        eval_change=_eval_change(run),
         projection=_project(timed, last=last, total=total, state=state, written=run.changed),
     )
 
@@ -259,6 +271,43 @@ def _wait_share(seconds: Floats, waits: Floats, *, num_starts: int) -> float | N
 
 def _clipped(norms: Floats, clip: Any) -> int | None:
     return int((norms > number(clip)).sum()) if np.isfinite(norms).any() and number(clip) > 0 else None
+
+
+def _eval_change(run: Run) -> EvalChange | None:
+    """Whether the log holds losses of several evaluation sets, and where one ends.
+
+    A line of the log does not say whose it is: every start's schedule says which evaluations it can have made. As a
+    resumption drops the lines behind its first step, the former set's come first.
+    """
+    starts = list(enumerate([*run.config["earlier"], run.config]))
+    named = [(str(name), i, start) for i, start in starts if (name := start.get("eval_dataset_id")) is not None]
+    sets = [[(i, start) for _, i, start in group] for _, group in itertools.groupby(named, key=lambda item: item[0])]
+    if len(sets) < 2 or run.eval_step.size < 2:
+        return None
+    if len(sets) > 2:
+        return EvalChange(last_step=None)
+    former, latter = (
+        np.array(
+            [any(_may_evaluate(start, after, num_earlier=i) for i, start in one) for after in run.eval_step.tolist()]
+        )
+        for one in sets
+    )
+    most = int(np.logical_and.accumulate(former).sum())  # evaluations that can be the former set's, from the first on
+    least = run.eval_step.size - int(np.logical_and.accumulate(latter[::-1]).sum())
+    if most != least:
+        return EvalChange(last_step=None)
+    return EvalChange(last_step=int(run.eval_step[most - 1])) if 0 < most < run.eval_step.size else None
+
+
+def _may_evaluate(start: dict[str, Any], after: int, *, num_earlier: int) -> bool:
+    """Whether one start of a run can have evaluated after a step; it can where its schedule is not known."""
+    settings = start.get("settings")
+    every = whole(settings.get("eval_every")) if isinstance(settings, dict) else None
+    total = whole(start.get("total_steps"))
+    if every is None or total is None or after == 0:
+        return True
+    # Each resumption can add a step to what was recorded: an epoch that was the last one ended with a smaller step.
+    return after <= total + num_earlier and (after >= total or (every > 0 and after % every == 0))
 
 
 def _parts(estimate: dict[str, Any]) -> dict[str, int]:

@@ -170,6 +170,8 @@ def concerns(run: Run, f: Figures) -> list[str]:
         found.append(f"Values that are no finite number: {listed(f.not_finite)}.")
     if f.skipped.num:
         found.append(f"Steps without a target, in which nothing was updated: {listed(f.skipped)}.")
+    if f.eval_change is not None:
+        found.append(_other_rows(f.eval_change.last_step))
     if f.peak_gib is not None and f.estimate_gib is not None and f.peak_gib > f.estimate_gib:
         found.append(f"The peak of {f.peak_gib:,.2f} GiB is above the estimate of {f.estimate_gib:,.2f} GiB.")
     if f.data_wait_share is not None and f.data_wait_share > WAIT_SHARE:
@@ -178,6 +180,13 @@ def concerns(run: Run, f: Figures) -> list[str]:
         why = "nothing was written" if f.is_guessed else "its process has ended, and nothing was written"
         found.append(f"The run has stopped: {why} since {moment(f.written)}.")
     return found
+
+
+def _other_rows(last_step: int | None) -> str:
+    change = "The evaluation set changed on a resume"
+    if last_step is None:
+        return f"{change}, and the log does not tell at which step: losses before and after it are of other rows."
+    return f"{change}: evaluations up to step {last_step:,} are of other rows than later ones."
 
 
 # ------------------------------------------------------------------------------------------ what differs

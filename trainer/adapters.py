@@ -21,6 +21,7 @@ from pipeline.interrupt import hear, quiet_imports
 if __name__ == "__main__":
     quiet_imports("\ninterrupted")
 
+import functools
 import json
 import math
 import sys
@@ -138,37 +139,40 @@ def merge(
     compute otherwise.
     """
     refuse_replacing(out, what="export", tensors="model*.safetensors", needed=[source, adapter])
-    config = _read_config(adapter)
-    scale = config["lora_alpha"] / config["r"]
-    file = adapter / TENSORS
-    halves = _halves(file)
+    config, halves = _read_config(adapter), _halves(adapter / TENSORS)
     require_base(source, adapter, accept_other=accept_other_source, say=say)
-
-    def tensors() -> Iterator[tuple[str, Tensor]]:
-        left = set(halves)
-        for key, place in checkpoint_keys(source).items():
-            weight = read_tensor(place, key)
-            layer = (parameter_name(key) or "").removesuffix(".weight")
-            if layer in left:
-                left.remove(layer)
-                a_RI, b_OR = (read_tensor(file, halves[layer][half]) for half in ("lora_A", "lora_B"))
-                if a_RI.shape[:1] != (config["r"],):
-                    raise ValueError(f"{file}: lora_A of {layer} is {list(a_RI.shape)}, {CONFIG} says r {config['r']}")
-                weight = merged(weight, a_RI, b_OR, scale)
-            yield key, weight
-        if left:
-            raise ValueError(
-                f"{source} lacks {min(left)}.weight, for which {adapter} has an adapter; is it its base model?"
-            )
 
     def companions(folder: Path) -> None:
         eos_token_ids = generation_ends(adapter / GENERATION)
         tokenizer_dir = adapter if (adapter / "tokenizer.json").is_file() else None
         carry_companions(source, folder, tokenizer_dir=tokenizer_dir, eos_token_ids=eos_token_ids)
 
+    tensors = functools.partial(_merged_tensors, source, adapter, config, halves)
     return write_checkpoint(
         out, needed=[source, adapter], tensors=tensors, companions=companions, shard_bytes=shard_bytes
     )
+
+
+def _merged_tensors(
+    source: Path, adapter: Path, config: dict[str, Any], halves: dict[str, dict[str, str]]
+) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of the source under its key, with the adapter added where there is one."""
+    file, scale = adapter / TENSORS, config["lora_alpha"] / config["r"]
+    left = set(halves)
+    for key, place in checkpoint_keys(source).items():
+        weight = read_tensor(place, key)
+        layer = (parameter_name(key) or "").removesuffix(".weight")
+        if layer in left:
+            left.remove(layer)
+            a_RI, b_OR = (read_tensor(file, halves[layer][half]) for half in ("lora_A", "lora_B"))
+            if a_RI.shape[:1] != (config["r"],):
+                raise ValueError(f"{file}: lora_A of {layer} is {list(a_RI.shape)}, {CONFIG} says r {config['r']}")
+            weight = merged(weight, a_RI, b_OR, scale)
+        yield key, weight
+    if left:
+        raise ValueError(
+            f"{source} lacks {min(left)}.weight, for which {adapter} has an adapter; is it its base model?"
+        )
 
 
 def merged(weight_OI: Tensor, a_RI: Tensor, b_OR: Tensor, scale: float) -> Tensor:

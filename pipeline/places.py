@@ -65,9 +65,9 @@ def explained(error: OSError, places: dict[str, str]) -> str:
     if error.errno is None:
         return str(error)
     where = ""
-    if error.filename is not None:
+    if isinstance(error.filename, str | bytes | os.PathLike):  # a number, where a file was opened by one
         path = Path(os.fsdecode(error.filename))
         held = [flag for flag, place in places.items() if path.absolute().is_relative_to(Path(place).absolute())]
         where = f"{held[0]} {places[held[0]]}: {path}: " if held else f"{path}: "
-    advice = _ADVICE.get(error.errno, "Put that right, or choose another place")
+    advice = _ADVICE.get(error.errno, "Put that right")
     return f"{where}{error.strerror}. {advice}; the same command goes on from here."

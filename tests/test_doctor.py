@@ -444,6 +444,17 @@ def test_the_record_holds_of_each_subject_the_check_nearest_to_its_bound(
     assert worst["check"] in figures[name]["unit"]
 
 
+@pytest.mark.parametrize("option", ["--record", "--json"])
+def test_a_place_that_cannot_serve_is_refused_before_anything_is_examined(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, option: str
+) -> None:
+    (tmp_path / "file").touch()
+    assert doctor.main(["--device", "cpu", "--short", option, str(tmp_path / "file" / "x")]) == 2
+    said = capsys.readouterr()
+    assert f"error: {option} " in said.err
+    assert "PASS" not in said.out
+
+
 def test_a_missing_gpu_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert doctor.main(["--device", "cuda"]) == 2

@@ -8,7 +8,8 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import huggingface_hub
 import pyarrow as pa
@@ -19,12 +20,14 @@ import torch
 from pipeline.tokenizer import open_tokenizer
 from tests.hub import ONE, TWO, Hub, serve
 from tests.training import ROOT, final_bytes, make_base, metrics, run
-from trainer import hub, weights
+from trainer import hub, inputs, weights
 from trainer.exports import MARK
 from trainer.kernels import select
 from trainer.model import Qwen3_5ForCausalLM
 from trainer.record import default_folder
+from trainer.settings import Settings
 from trainer.sizes import resolve_config
+from trainer.world import World
 
 TINY = "o/tiny"
 
@@ -78,6 +81,9 @@ def test_a_run_keeps_the_commit_it_began_with(
     folder = ("--model", str(base / ONE), "--schedule", "constant", "--steps", "4")
     assert run(base, tmp_path / "folder", *folder) == 0
     assert final_bytes(tmp_path / "hub") == final_bytes(tmp_path / "folder")
+    branch = ("--model", f"{TINY}@main", "--schedule", "constant")
+    assert run(base, tmp_path / "hub", *branch, "--steps", "5", "--resume") == 0
+    assert settings(tmp_path / "hub")["model"] == f"{TINY}@{ONE}"
     capsys.readouterr()
     other = ("--model", f"{TINY}@{TWO}", "--schedule", "constant")
     assert run(base, tmp_path / "hub", *other, "--steps", "6", "--resume") == 2
@@ -125,6 +131,34 @@ def test_names_revisions_and_what_the_hub_does_not_have(base: Path, models: Mode
     ):
         with pytest.raises(ValueError, match=words):
             hub.pin(spec)
+
+
+def test_a_commit_that_the_hub_has_no_more_is_taken_from_the_cache(base: Path, tmp_path: Path, models: Models) -> None:
+    there, _ = models
+    words = ("--model", TINY, "--schedule", "constant")
+    assert run(base, tmp_path / "run", *words, "--steps", "1") == 0
+    there.models[TINY] = {TWO: base / TWO}
+    assert run(base, tmp_path / "run", *words, "--steps", "2", "--resume") == 0
+    assert settings(tmp_path / "run")["model"] == f"{TINY}@{ONE}"
+    with pytest.raises(ValueError, match="does not hold it any more, and neither does the local cache"):
+        hub.pin(f"{TINY}@{'3' * 40}")
+
+
+def test_what_is_a_folder_on_rank_0_alone_is_refused(
+    base: Path, tmp_path: Path, models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where ranks run in different folders: rank 0 found a folder of that name, this one asks the hub."""
+    monkeypatch.setattr(inputs, "on_rank_0", lambda *_: (TINY, True))
+    found = SimpleNamespace(manifest=SimpleNamespace(recipe={"tokenizer": {"model": TINY}}))
+    world = World(rank=1, size=2, local_size=1, device=torch.device("cpu"))
+    with pytest.raises(ValueError, match=f"--model {TINY}: no folder on rank 1, a folder on rank 0"):
+        inputs.pin_model(Settings(shards=base / "packed"), cast(Any, found), world)
+
+
+def test_a_merge_names_its_own_option(models: Models, capsys: pytest.CaptureFixture[str]) -> None:
+    for source in ("nowhere", "o/none"):
+        with pytest.raises(ValueError, match=f"^--source {source}: "):
+            hub.weights_folder(source, flag="--source")
 
 
 def test_only_a_checkpoints_files_are_fetched(base: Path, tmp_path: Path, models: Models) -> None:

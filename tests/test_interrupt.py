@@ -13,7 +13,8 @@ import pytest
 from pipeline.interrupt import hear, quiet_imports
 from tests.scene import ROOT
 
-SLOW = "import pathlib, time\npathlib.Path({flag!r}).touch()\ntime.sleep(900)\n"
+# Short sleeps: a signal that comes just before a long one would be heard after it only.
+SLOW = "import pathlib, time\npathlib.Path({flag!r}).touch()\nfor _ in range(18_000): time.sleep(0.05)\n"
 
 
 def started(tmp_path: Path, module: str, disposition: Any) -> subprocess.Popen[str]:

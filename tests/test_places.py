@@ -124,3 +124,7 @@ def test_every_error_of_the_system_says_where_why_and_what_next(tmp_path: Path) 
     assert explained(OSError("in words"), places) == "in words"
     assert explained(OSError(errno.ENOSPC, "full"), places) == "full. Make room; the same command goes on from here."
     assert explained(OSError(errno.EIO, "bad", "/elsewhere"), places).startswith("/elsewhere: bad. ")
+
+
+def test_a_file_that_was_opened_by_its_number_is_explained_too() -> None:
+    assert explained(FileExistsError(errno.EEXIST, "File exists", 3), {"--out": "x"}).startswith("File exists. ")

@@ -95,6 +95,17 @@ def test_a_start_that_failed_before_its_first_step_leaves_the_folder_to_the_next
     assert (read(tmp_path)["settings"]["seed"], read(tmp_path)["earlier"]) == (0, [])
     write(tmp_path, record(), resume=True)
     assert len(read(tmp_path)["earlier"]) == 1
+    with pytest.raises(ValueError, match="not empty"):
+        require_folder(tmp_path, resume=False, held=False)
     (tmp_path / "metrics.jsonl").touch()
     with pytest.raises(ValueError, match="not empty"):
         require_folder(tmp_path, resume=False)
+
+
+@pytest.mark.parametrize("content", ['{"hidden_size": 8, "model_type": "qwen3_5_text"}', "{", '{"version": 1}', "[]"])
+def test_a_config_of_something_else_is_not_replaced(tmp_path: Path, content: str) -> None:
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ValueError, match="not empty"):
+        require_folder(tmp_path, resume=False)
+    with pytest.raises(ValueError, match=r"cannot be read|version"):
+        read(tmp_path)

@@ -197,7 +197,9 @@ def test_the_base_of_adapters_may_have_been_moved(
     assert metrics(tmp_path / "run") == metrics(tmp_path / "whole")
     assert run(base, tmp_path / "second", "--steps", "1", "--seed", "3") == 0
     (tmp_path / "second" / "export").rename(tmp_path / "other")
+    before = (tmp_path / "run" / "config.json").read_bytes()
     assert run(base, tmp_path / "run", "--model", str(tmp_path / "other"), *words, "--steps", "6", "--resume") == 2
+    assert (tmp_path / "run" / "config.json").read_bytes() == before, "a start that failed is none"
 
 
 def test_a_finished_run_can_be_extended_past_the_end_of_an_epoch(base: Path, tmp_path: Path) -> None:

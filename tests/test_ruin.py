@@ -134,6 +134,10 @@ def test_a_model_of_another_tokenizer_is_refused_though_every_id_fits(
     content["model"]["vocab"]["more"] = 299
     file.write_text(json.dumps(content))
     assert run(base, tmp_path / "more", "--model", str(model), "--steps", "1") == 0
+    content["added_tokens"] = [{"id": 299, "content": "<mine>", "single_word": False, "lstrip": False, "rstrip": False,
+                                "normalized": False, "special": True}]  # fmt: skip
+    file.write_text(json.dumps(content))
+    assert run(base, tmp_path / "added", "--model", str(model), "--steps", "1") == 0
     vocab = content["model"]["vocab"]
     vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
     file.write_text(json.dumps(content))

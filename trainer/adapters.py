@@ -322,7 +322,7 @@ def main() -> int:
         if isinstance(settings, Text):
             print(f"for the text class: {for_text(settings.adapter, settings.out)}")
             return 0
-        source = weights_folder(settings.source)
+        source = weights_folder(settings.source, flag="--source")
         if source is None:
             raise ValueError(
                 f"--source {settings.source}: random weights are in no checkpoint; pass a folder or a hub id"

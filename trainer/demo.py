@@ -18,6 +18,7 @@ import numpy.typing as npt
 import torch
 import tyro
 
+from pipeline.cli import refuse_repeats
 from pipeline.shards import PackedDataset
 
 
@@ -104,6 +105,7 @@ def write_record(settings: Settings, figures: dict[str, tuple[float, str]]) -> P
 def main() -> int:
     """The command line. Returns the exit status: 0, or 1 if the model is no better than guessing."""
     settings = tyro.cli(Settings, prog="python -m trainer.demo")
+    refuse_repeats(Settings)
     guess = guessing_loss(PackedDataset.open(settings.shards), PackedDataset.open(settings.eval_shards))
     loss = final_loss(settings.run)
     export = settings.run / "export"

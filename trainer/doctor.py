@@ -38,6 +38,7 @@ import torch
 import tyro
 
 from pipeline.cli import refuse_repeats
+from pipeline.places import check_place
 from trainer import card, measured
 from trainer.cases import MIXING, NARROW, RELEASED, Maker, Sizes
 from trainer.kernels import TABLE, Choice, Kernels, select
@@ -303,6 +304,17 @@ def main(args: Sequence[str] | None = None) -> int:
     hear()
     settings = tyro.cli(Settings, prog="python -m trainer.doctor", args=args, config=(tyro.conf.FlagCreatePairsOff,))
     refuse_repeats(Settings, arguments=args)
+    try:
+        return _command(settings, ["python", "-m", "trainer.doctor", *(sys.argv[1:] if args is None else args)])
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def _command(settings: Settings, command: list[str]) -> int:
+    for flag, path in (("--record", settings.record), ("--json", settings.json and settings.json.parent)):
+        if path is not None:
+            check_place(flag, path, write=True)
     name = settings.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if name == "cuda" and not torch.cuda.is_available():
         print("error: --device cuda, but torch finds no GPU here; use --device cpu", file=sys.stderr)
@@ -316,9 +328,6 @@ def main(args: Sequence[str] | None = None) -> int:
         print(f"  {choice.operation:<17} {choice.implementation} {choice.version} ({choice.why})")
     try:
         _examine_all(report, kernels, device, settings)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
     except KeyboardInterrupt:
         print(f"\ninterrupted after {len(report.findings)} checks", file=sys.stderr)
         return 130
@@ -326,9 +335,13 @@ def main(args: Sequence[str] | None = None) -> int:
     if settings.json:
         settings.json.write_text(report.to_json(kernels), encoding="utf-8")
     if settings.record:
-        command = shlex.join(["python", "-m", "trainer.doctor", *(sys.argv[1:] if args is None else args)])
         record = measured.describe(
-            "doctor", report.figures(), command=command, commit=settings.commit, device=device.type, notes=""
+            "doctor",
+            report.figures(),
+            command=shlex.join(command),
+            commit=settings.commit,
+            device=device.type,
+            notes="",
         )
         measured.write_whole(measured.record_path(settings.record, "doctor", device.type), record)
     failed = sorted({f"{f.operation} ({f.implementation} {f.version})" for f in report.failed})

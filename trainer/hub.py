@@ -28,12 +28,17 @@ WEIGHTS = ("*.safetensors", "*.json", "*.jinja", "merges.txt")
 
 TOKENIZER = "tokenizer.json"
 
-ADVICE = "Pass a folder with config.json and safetensors, or random:SIZE"
+ADVICE = "Pass a folder with config.json and safetensors (--model takes random:SIZE as well)"
 
 
 def is_random(spec: str) -> bool:
     """Whether a `--model` value asks for random weights."""
     return spec.startswith("random:")
+
+
+def is_commit(revision: str | None) -> bool:
+    """Whether a revision is the full name of a commit."""
+    return re.fullmatch("[0-9a-f]{40}", revision or "") is not None
 
 
 def pin(spec: str) -> str:
@@ -47,14 +52,14 @@ def pin(spec: str) -> str:
     return f"{parse(spec)[0]}@{config_file(spec).parent.name}"
 
 
-def parse(spec: str) -> tuple[str, str | None]:
+def parse(spec: str, *, flag: str = "--model") -> tuple[str, str | None]:
     """(name, revision) of a hub id, and (folder, None) of a folder. Raises ValueError for anything else."""
     if Path(spec).is_dir():
         return spec, None
     found = None if spec.startswith(".") else HUB_ID.fullmatch(spec)
     if found is None:
         raise ValueError(
-            f"--model {spec}: no such folder, and not a hub id of the form OWNER/NAME or OWNER/NAME@REVISION. {ADVICE}"
+            f"{flag} {spec}: no such folder, and not a hub id of the form OWNER/NAME or OWNER/NAME@REVISION. {ADVICE}"
         )
     return found[1], found[2]
 
@@ -80,8 +85,8 @@ def tokenizer_file(spec: str) -> Path | None:
         return None
 
 
-def weights_folder(spec: str) -> Path | None:
-    """Local folder with the weights behind a `--model` value, fetched if need be; None for random weights.
+def weights_folder(spec: str, *, flag: str = "--model") -> Path | None:
+    """Local folder with the weights behind the value of an option, fetched if need be; None for random weights.
 
     Raises ValueError where the hub cannot be reached and the cache does not hold them.
     """
@@ -94,6 +99,7 @@ def weights_folder(spec: str) -> Path | None:
         lambda name, revision, offline: huggingface_hub.snapshot_download(
             name, revision=revision, allow_patterns=list(WEIGHTS), local_files_only=offline
         ),
+        flag=flag,
     )
 
 
@@ -106,37 +112,39 @@ def _file(spec: str, file: str) -> Path:
     )
 
 
-def _fetch(spec: str, get: Callable[[str, str | None, bool], str]) -> Path:
+def _fetch(spec: str, get: Callable[[str, str | None, bool], str], *, flag: str = "--model") -> Path:
     """What `get(name, revision, offline)` finds.
 
     It is given the revision as asked, not its commit: the cache remembers what a branch stood for only if it was asked
     for the branch, and needs that without a network.
     """
-    name, revision = parse(spec)
-    offline = not _reachable(name, revision)
+    name, revision = parse(spec, flag=flag)
+    offline = not _reachable(name, revision, flag)
     try:
         return Path(get(name, revision, offline))
     except OSError as error:
         raise ValueError(
-            f"--model {spec}: {huggingface_hub.constants.ENDPOINT} cannot be reached, or what it holds cannot be "
-            f"fetched, and the local cache does not hold it ({error}). {ADVICE}"
+            f"{flag} {spec}: {huggingface_hub.constants.ENDPOINT} cannot be reached, or does not hold it any more, and "
+            f"neither does the local cache ({error}). {ADVICE}"
         ) from error
 
 
-def _reachable(name: str, revision: str | None) -> bool:
-    """Whether the hub answers, and holds this.
+def _reachable(name: str, revision: str | None, flag: str) -> bool:
+    """Whether the hub answers, and holds this; a commit that it has no more may still be in the cache.
 
-    Raises ValueError for a repository or revision that does not exist, or that needs a login.
+    Raises ValueError for a repository, a branch or a tag that does not exist, or that needs a login.
     """
     try:
         huggingface_hub.HfApi().model_info(name, revision=revision, timeout=NETWORK_SECONDS)
     except RepositoryNotFoundError as error:
         raise ValueError(
-            f"--model {name}: neither a folder here nor a model on the hub that you may read. Check the spelling, log "
-            "in with `hf auth login`, or use random:SIZE"
+            f"{flag} {name}: neither a folder here nor a model on the hub that you may read. Check the spelling, or "
+            f"log in with `hf auth login`. {ADVICE}"
         ) from error
     except RevisionNotFoundError as error:
-        raise ValueError(f"--model {name}@{revision}: the hub has this model, but no such revision of it") from error
+        if is_commit(revision):
+            return False
+        raise ValueError(f"{flag} {name}@{revision}: the hub has this model, but no such revision of it") from error
     except (OSError, huggingface_hub.errors.HTTPError):  # type: ignore[attr-defined]
         return False
     return True

@@ -103,21 +103,33 @@ def pin_model(settings: Settings, dataset: PackedDataset, world: World) -> str |
     """The model that is asked for, or the one that the recipe names; None where neither does.
 
     A hub id comes with its commit: that of the run where one is resumed, else what the hub holds now, equal on all
-    ranks. Raises ValueError where no run is to be resumed, or the hub is needed and cannot be reached.
+    ranks. Raises ValueError where no run is to be resumed, the hub is needed and cannot be reached, or what is a folder
+    on one rank is none on another.
     """
     spec: str | None = settings.model or dataset.manifest.recipe["tokenizer"]["model"]
     if spec is None:
         return None
 
-    def find() -> str:
-        if settings.resume and settings.out is not None:
-            record.require_folder(settings.out, resume=True)
-            former = str(record.read(settings.out)["settings"]["model"])
-            if former.startswith(f"{spec}@"):
-                return former
-        return hub.pin(spec)
+    def find() -> tuple[str, bool]:
+        found = former_commit(settings.out, spec) if settings.resume and settings.out is not None else None
+        found = found or hub.pin(spec)
+        return found, Path(found).is_dir()
 
-    return on_rank_0(world, find)
+    found, is_folder = on_rank_0(world, find)
+    if Path(found).is_dir() != is_folder:
+        here, there = ("no folder", "a folder") if is_folder else ("a folder", "no folder")
+        raise ValueError(f"--model {found}: {here} on rank {world.rank}, {there} on rank 0. Pass an absolute path")
+    return found
+
+
+def former_commit(out: Path, spec: str) -> str | None:
+    """The model of the run in ``out`` where it is the hub's that ``spec`` asks for, of whatever commit."""
+    record.require_folder(out, resume=True)
+    former = record.read(out)["settings"]["model"]
+    if former is None or any(hub.is_random(one) or Path(one).is_dir() for one in (spec, former)):
+        return None
+    (name, revision), (former_name, _) = hub.parse(spec), hub.parse(former)
+    return former if name == former_name and not hub.is_commit(revision) else None
 
 
 def choose_model(spec: str | None, dataset: PackedDataset) -> ModelConfig:
@@ -193,7 +205,8 @@ def read_tokenizer(dataset: PackedDataset) -> Tokenizer:
 def check_same_tokens(dataset: PackedDataset, tokenizer: Tokenizer, model: str) -> None:
     """Refuse weights that came with a tokenizer in which some id is another token. Raises ValueError.
 
-    Tokens that only one of both has are fine, and so is another file with the same vocabulary.
+    Tokens that only one of both has are fine, so is another file with the same vocabulary, and another name for an id
+    that both add to theirs, as reserved ones are put to use.
     """
     path = hub.tokenizer_file(model)
     if path is None or same_content(path, dataset.path / "tokenizer" / hub.TOKENIZER):
@@ -203,12 +216,13 @@ def check_same_tokens(dataset: PackedDataset, tokenizer: Tokenizer, model: str) 
     except Exception:  # the type that tokenizers raises; nothing of it is used
         return
     mine, other = ({i: token for token, i in each.get_vocab().items()} for each in (tokenizer, theirs))
-    if differing := sorted(i for i in mine.keys() & other.keys() if mine[i] != other[i]):
+    renamed = tokenizer.get_added_tokens_decoder().keys() & theirs.get_added_tokens_decoder().keys()
+    if differing := sorted(i for i in (mine.keys() & other.keys()) - renamed if mine[i] != other[i]):
         first = differing[0]
         raise ValueError(
             f"{dataset.path} was packed with another tokenizer than that of --model {model}: {len(differing)} ids are "
             f"other tokens, such as {first}: {mine[first]!r} in the rows, {other[first]!r} in {path}. Train the model "
-            f"that the tokenizer belongs to, or pack again with --tokenizer {model}"
+            f"that the tokenizer belongs to, or pack again with --tokenizer {hub.parse(model)[0]}"
         )
 
 

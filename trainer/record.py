@@ -70,8 +70,14 @@ def default_folder(*, model: str, dataset_id: str, today: datetime.date) -> Path
     return Path("runs") / f"{today.isoformat()}-{re.sub(r'[^A-Za-z0-9._-]+', '-', name)}-{dataset_id[:8]}"
 
 
-def require_folder(out: Path, *, resume: bool) -> None:
+def require_folder(out: Path, *, resume: bool, held: bool = True) -> None:
     """Check that a run may begin, or go on, in ``out``.
+
+    Args:
+        out: the folder.
+        resume: whether it goes on.
+        held: no other process can be beginning there: what a start left that ended before its first step, its record
+            alone, is no hindrance then.
 
     Raises:
         ValueError: a new run in a folder that holds something, or resuming where no run is.
@@ -81,16 +87,26 @@ def require_folder(out: Path, *, resume: bool) -> None:
     if (
         not resume
         and out.exists()
-        and (not out.is_dir() or any(path.name not in _NOTHING_YET for path in out.iterdir()))
+        and (not out.is_dir() or any(path.name not in _NOTHING_YET for path in out.iterdir()) or not _may_go(out, held))
     ):
         raise ValueError(
             f"--out {out} exists and is not empty. Add --resume to go on with the run in it, or choose another --out."
         )
 
 
+def _may_go(out: Path, held: bool) -> bool:  # noqa: FBT001
+    """Whether the config.json there is none, or the record of a run that may be replaced: not one of a model."""
+    if not (out / CONFIG).exists():
+        return True
+    try:
+        return held and bool(read(out))
+    except ValueError:
+        return False
+
+
 @contextlib.contextmanager
-def locked(out: Path, *, say: Callable[[str], None]) -> Iterator[None]:
-    """Hold the folder of a run, making it if need be; a kill frees it too.
+def locked(out: Path, *, say: Callable[[str], None]) -> Iterator[bool]:
+    """Hold the folder of a run, making it if need be; a kill frees it too. Gives whether it is held indeed.
 
     Args:
         out: the folder.
@@ -100,6 +116,7 @@ def locked(out: Path, *, say: Callable[[str], None]) -> Iterator[None]:
         ValueError: another process holds it.
     """
     out.mkdir(parents=True, exist_ok=True)
+    held = True
     with (out / LOCK).open("a+", encoding="utf-8") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -111,10 +128,11 @@ def locked(out: Path, *, say: Callable[[str], None]) -> Iterator[None]:
             ) from None
         except OSError as error:
             say(f"warning: {out} cannot be locked ({error.strerror}): see to it that no other process trains there")
+            held = False
         file.truncate(0)
         file.write(f"process {os.getpid()} on {platform.node()}\n")
         file.flush()
-        yield
+        yield held
 
 
 def describe(
@@ -176,7 +194,7 @@ def read(out: Path) -> dict[str, Any]:
     path = out / CONFIG
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
-        version = record["version"]
+        version, _ = record["version"], record["settings"]["model"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} cannot be read ({type(error).__name__}). Begin a new run in another --out.") from None
     if version != RECORD_VERSION:

@@ -26,6 +26,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import tyro
@@ -84,11 +85,11 @@ def train(inputs: Inputs) -> None:
     kernels = select(world.device, accept_slow=settings.accept_slow_kernels)
     prove(kernels, world.device)
     with hold_folder(inputs):
-        begin_record(inputs, kernels)
+        found = begin_record(inputs, kernels)
         try:
             torch.manual_seed(settings.seed)  # nothing draws from it yet; checkpoints hold its state
             model = build_model(inputs, kernels)
-            optimizer = fit(inputs, model)
+            optimizer = fit(inputs, model, found)
             finish(inputs, model, masters(optimizer))
         except DivergedError as error:
             raise ValueError(f"{error}\n{record.how_to_calm_down(inputs.out, again(settings))}") from error
@@ -108,8 +109,8 @@ def hold_folder(inputs: Inputs) -> Iterator[None]:
     with contextlib.ExitStack() as held:
 
         def take() -> None:
-            held.enter_context(record.locked(inputs.out, say=lambda text: say(inputs.world, text)))
-            record.require_folder(inputs.out, resume=inputs.settings.resume)
+            holds = held.enter_context(record.locked(inputs.out, say=lambda text: say(inputs.world, text)))
+            record.require_folder(inputs.out, resume=inputs.settings.resume, held=holds)
 
         barrier()  # no rank is still looking whether the folder is empty
         on_rank_0(inputs.world, take)
@@ -124,8 +125,8 @@ def prove(kernels: Kernels, device: torch.device) -> None:
         doctor.require(kernels, device)
 
 
-def begin_record(inputs: Inputs, kernels: Kernels) -> None:
-    """Write ``config.json``, or check that it is this run's, and print the table of kernels."""
+def begin_record(inputs: Inputs, kernels: Kernels) -> dict[str, Any]:
+    """Write ``config.json``, or check that it is this run's, and print the table of kernels; returns its content."""
     settings, world = inputs.settings, inputs.world
     found = record.describe(
         settings=record.plain(settings),
@@ -141,8 +142,8 @@ def begin_record(inputs: Inputs, kernels: Kernels) -> None:
     if settings.resume:
         for line in record.require_same_run(record.read(inputs.out), found):
             say(world, f"changed since the last start: {line}")
-    if world.rank == 0:
-        record.write(inputs.out, found, resume=settings.resume)
+    elif world.rank == 0:
+        record.write(inputs.out, found, resume=False)
     barrier()
     for choice in kernels.table:
         say(world, f"  {choice.operation:<17} {choice.implementation} {choice.version} ({choice.why})")
@@ -153,6 +154,7 @@ def begin_record(inputs: Inputs, kernels: Kernels) -> None:
         world,
         f"{memory.num_parameters(inputs.config):,} parameters, about {gib:.2f} GiB of memory; run folder {inputs.out}",
     )
+    return found
 
 
 def steps_done(inputs: Inputs) -> int:
@@ -211,11 +213,16 @@ def compile_kernels(inputs: Inputs, model: Qwen3_5ForCausalLM, *, rows_seen: int
 # ----------------------------------------------------------------------------------------------- 3. loop
 
 
-def fit(inputs: Inputs, model: Qwen3_5ForCausalLM) -> torch.optim.Optimizer:
-    """Train from the newest checkpoint, or from the beginning, to the last step; returns what holds the masters."""
+def fit(inputs: Inputs, model: Qwen3_5ForCausalLM, found: dict[str, Any]) -> torch.optim.Optimizer:
+    """Train from the newest checkpoint, or from the beginning, to the last step; returns what holds the masters.
+
+    ``found`` is the record of this start: of a run that is resumed it is written once everything was loaded.
+    """
     settings = inputs.settings
     optimizer = make_optimizer(model, lr=settings.lr, weight_decay=settings.weight_decay, kind=settings.optimizer)
     step, cursor = start(inputs, model, optimizer)
+    if settings.resume:
+        on_rank_0(inputs.world, lambda: record.write(inputs.out, found, resume=True))
     total_steps = step + inputs.plan.steps_left(rows_seen=cursor.rows_seen)
     if step == total_steps and settings.resume:
         say(inputs.world, f"nothing is left to train: all {total_steps} steps are done")

@@ -21,7 +21,6 @@ import threading
 import time
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -33,6 +32,7 @@ from pipeline.binpack import pack
 from pipeline.bounds import lower_bound
 from pipeline.cli import refuse_repeats
 from pipeline.manifest import Manifest
+from pipeline.provenance import cores, find_commit, versions
 from pipeline.shards import Int64, PackedDataset
 
 PACKAGES = ("datasets", "fastokens", "numpy", "polars", "pyarrow", "tokenizers", "transformers", "trl")
@@ -80,10 +80,10 @@ def main() -> int:
         "what": "pack",
         "date": datetime.now(UTC).date().isoformat(),
         "command": "python -m pipeline.bench " + " ".join(sys.argv[1:]),
-        "commit": _commit(),
-        "machine": f"{os.cpu_count()} cores, {platform.processor() or platform.machine()}, {platform.system()}",
+        "commit": find_commit(),
+        "machine": cores(),
         "num_gpus": 0,
-        "versions": {"python": platform.python_version(), **_versions()},
+        "versions": {"python": platform.python_version(), **versions(PACKAGES)},
         "figures": {name: {"value": value, "unit": unit} for name, (value, unit) in figures.items()},
         "notes": missing + settings.notes,
     }
@@ -274,25 +274,8 @@ def _gib(num_bytes: int) -> float:
     return round(num_bytes / 2**30, 2)
 
 
-def _versions() -> dict[str, str]:
-    found = {}
-    for name in PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
-
-
 def _size(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-
-
-def _commit() -> Any:
-    """The commit measured, with -dirty behind it if files differ; None outside a repository."""
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    found = subprocess.run(command, capture_output=True, text=True, check=False)
-    return found.stdout.strip() or None
 
 
 if __name__ == "__main__":

@@ -37,10 +37,11 @@ import torch
 import tyro
 
 from pipeline.cli import refuse_repeats
+from pipeline.provenance import find_commit
 from pipeline.shards import PackedDataset
 from trainer import curves, ladder
 from trainer.hub import is_random, pin
-from trainer.measured import describe, find_commit, record_path, write_whole
+from trainer.measured import describe, record_path, write_whole
 from trainer.rungs import RUNGS, Job
 from trainer.sizes import resolve_config
 from trainer.step import Precision

@@ -1,7 +1,9 @@
 """Records of measurements, which lie in data/records: what was measured, by which command, where, with which figures.
 
-path = record_path(folder, "ladder", "cuda")      # FOLDER/DATE-ladder-nvidia-h200.json
-write_whole(path, describe("ladder", figures, command=command, commit="", device="cuda", notes=""))
+    path = record_path(folder, "ladder", "cuda")      # FOLDER/DATE-ladder-nvidia-h200.json
+    write_whole(path, describe("ladder", figures, command=command, commit="", device="cuda", notes=""))
+
+Costs: asks git for the commit, and nvidia-smi for the card: no memory of the GPU is taken.
 """
 
 import json
@@ -10,11 +12,12 @@ import platform
 import re
 import subprocess
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from pipeline.provenance import cores, find_commit, versions
 
 Figures = dict[str, dict[str, Any]]
 """By name, {value, unit}."""
@@ -55,7 +58,7 @@ def describe(
         "commit": find_commit(commit),
         "machine": machine(device),
         "num_gpus": num_gpus if device == "cuda" else 0,
-        "versions": {"python": platform.python_version(), "cuda": torch.version.cuda, **_versions()},
+        "versions": {"python": platform.python_version(), "cuda": torch.version.cuda, **versions(PACKAGES)},
         "figures": figures,
         "notes": notes,
     }
@@ -67,32 +70,7 @@ def machine(device: str) -> str:
         query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
         found = subprocess.run(query, capture_output=True, text=True, check=False).stdout.splitlines()
         return found[0].strip() if found else "cuda"
-    return f"{os.cpu_count()} cores, {platform.processor() or platform.machine()}, {platform.system()}"
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for name in PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
-
-
-def find_commit(given: str = "") -> str | None:
-    """What --commit says or the file that it names holds; else the commit here, -dirty where files differ."""
-    if given:
-        return Path(given).read_text(encoding="utf-8").strip() if Path(given).is_file() else given
-    root = Path(__file__).resolve().parents[1]
-    if not (root / ".git").exists():
-        return None
-    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    try:
-        found = subprocess.run(command, capture_output=True, text=True, check=False, timeout=5)
-    except (OSError, subprocess.SubprocessError):  # no git here, or it does not answer
-        return None
-    return found.stdout.strip() or None
+    return cores()
 
 
 def write_whole(path: Path, record: dict[str, Any]) -> None:

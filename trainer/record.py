@@ -30,9 +30,9 @@ import torch
 import transformers
 
 from pipeline import __version__
+from pipeline.provenance import find_commit
 from pipeline.shards import Manifest
 from trainer import checkpoint
-from trainer.measured import find_commit
 from trainer.report.log import CONFIG, LOCK
 
 if TYPE_CHECKING:

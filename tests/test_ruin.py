@@ -7,10 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer
 
 from pipeline.shards import PackedDataset
 from tests.training import arguments, make_base, run
 from trainer import checkpoint, train
+from trainer.inputs import check_same_tokens
 
 
 @pytest.fixture
@@ -148,6 +150,22 @@ def test_a_model_of_another_tokenizer_is_refused_though_every_id_fits(
     assert not (tmp_path / "other").exists()
     file.unlink()
     assert run(base, tmp_path / "none", "--model", str(model), "--steps", "1") == 0
+
+
+def test_a_reserved_token_put_to_use_is_no_other_tokenizer(base: Path, tmp_path: Path) -> None:
+    dataset = PackedDataset.open(base / "packed")
+    mine, theirs = (Tokenizer.from_file(str(dataset.path / "tokenizer" / "tokenizer.json")) for _ in range(2))
+    mine.add_special_tokens(["<call>"])
+    theirs.add_special_tokens(["<reserved>"])
+    assert mine.token_to_id("<call>") == theirs.token_to_id("<reserved>") == 256
+    theirs.save(str(tmp_path / "tokenizer.json"))
+    check_same_tokens(dataset, mine, str(tmp_path))
+    content = json.loads((tmp_path / "tokenizer.json").read_text())
+    content["model"]["vocab"]["<reserved>"] = 256  # an ordinary token there, as chat's marks are in another vocabulary
+    content["added_tokens"] = []
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(ValueError, match="1 ids are other tokens, such as 256: '<call>' in the rows, '<reserved>' in"):
+        check_same_tokens(dataset, mine, str(tmp_path))
 
 
 def test_a_warm_up_as_long_as_the_run_is_said(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -104,8 +104,9 @@ def run(job: Job) -> dict[str, Any]:
     """Train one variant and write its curve."""
     exact = job.variant.endswith("_fp32")
     steps = min(job.steps, job.fp32_steps) if exact else job.steps
-    step = (_ours if job.variant.startswith("ours") else _stock)(job, "fp32" if exact else job.precision)
-    result: dict[str, Any] = {"status": "ok", "fused": stock.fused_kernels_in_use()}
+    ours = job.variant.startswith("ours")
+    step = (_ours if ours else _stock)(job, "fp32" if exact else job.precision)
+    result: dict[str, Any] = {"status": "ok"} | ({} if ours else {"fused": stock.fused_kernels_in_use()})
     begun = time.perf_counter()
     with job.out.open("w", encoding="utf-8") as lines:
         for number in range(1, steps + 1):

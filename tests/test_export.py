@@ -22,6 +22,7 @@ from trainer.model import Qwen3_5ForCausalLM
 from trainer.optimizer import make_optimizer
 from trainer.optimizer import masters as optimizer_masters
 from trainer.sizes import resolve_config
+from trainer.tensors import Deferred
 from trainer.weights import export, load_weights
 
 PLAIN: dict[str, Any] = {"tokenizer_dir": None, "eos_token_ids": [1]}
@@ -98,8 +99,11 @@ def test_an_untrained_export_equals_its_source_bit_for_bit(tmp_path: Path, dtype
 
 @pytest.mark.parametrize("kept", ["no masters", "exact masters", "rounded masters"])
 @pytest.mark.parametrize("tied", [False, True])
-def test_an_untrained_export_of_a_wider_source_equals_it_bit_for_bit(tmp_path: Path, *, kept: str, tied: bool) -> None:
-    source = write_source(tmp_path / "source", kind="released", dtype=torch.float32, tied=tied)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_an_untrained_export_of_a_source_that_bf16_cannot_hold_equals_it_bit_for_bit(
+    tmp_path: Path, *, kept: str, tied: bool, dtype: torch.dtype
+) -> None:
+    source = write_source(tmp_path / "source", kind="released", dtype=dtype, tied=tied)
     model, exact = loaded_from(source, dtype=torch.bfloat16), dict(loaded_from(source).named_parameters())
     wide: dict[Tensor, Tensor] = {p: exact[name] for name, p in model.named_parameters() if p.dtype != torch.float32}
     rounded = {p: p.detach().float() for p in wide}  # what an optimizer has after a step that changes nothing
@@ -108,21 +112,42 @@ def test_an_untrained_export_of_a_wider_source_equals_it_bit_for_bit(tmp_path: P
     assert bits_of(out) == bits_of(source)
 
 
-def test_an_export_of_a_wider_source_has_the_masters_values_after_training(tmp_path: Path) -> None:
-    source = write_source(tmp_path / "source", kind="text", dtype=torch.float32)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_an_export_of_a_source_that_bf16_cannot_hold_has_the_masters_values_after_training(
+    tmp_path: Path, dtype: torch.dtype
+) -> None:
+    source = write_source(tmp_path / "source", kind="text", dtype=dtype)
     model = loaded_from(source, dtype=torch.bfloat16)
     optimizer = make_optimizer(model, lr=1e-3, weight_decay=0.0)
     model(batch_of(random_documents([70]))).backward()
     optimizer.step()
     wide = optimizer_masters(optimizer)
     out = export(tmp_path / "e", model=model, source=source, masters=wide, **PLAIN)
-    written, before = load_file(out / "model.safetensors"), bits_of(source)
+    written, stored = load_file(out / "model.safetensors"), tensors_of(source)
     assert wide
     for name, parameter in model.named_parameters():
-        assert torch.equal(written[name], wide.get(parameter, parameter)), name
-        assert torch.equal(written[name].to(parameter.dtype), parameter), name
-        assert raw(written[name]) != before[name][2], name
-    assert not torch.equal(written["lm_head.weight"], written["lm_head.weight"].bfloat16().float())
+        before, after = stored[name], wide.get(parameter, parameter).to(stored[name].dtype)
+        moved = after != before.to(parameter.dtype).to(before.dtype)
+        assert moved.any(), name
+        assert torch.equal(written[name], torch.where(moved, after, before)), name
+    assert not torch.equal(written["lm_head.weight"], written["lm_head.weight"].bfloat16().to(dtype))
+    unseen = "model.embed_tokens.weight", 1  # a token of no document: its row is the source's own, unrounded
+    assert torch.equal(written[unseen[0]][unseen[1]], stored[unseen[0]][unseen[1]])
+
+
+def tensors_of(folder: Path) -> dict[str, Tensor]:
+    return {key: weights.read_tensor(file, key) for key, file in weights.checkpoint_keys(folder).items()}
+
+
+def test_an_index_that_names_the_single_file_among_others_is_followed(tmp_path: Path) -> None:
+    source = write_source(tmp_path / "source", kind="released")
+    (source / "model-0.safetensors").rename(source / "model.safetensors")
+    index = source / "model.safetensors.index.json"
+    index.write_text(index.read_text().replace("model-0.safetensors", "model.safetensors"))
+    before = bits_of(source)
+    assert any(key.startswith("mtp.") for key in before)
+    out = export(tmp_path / "e", model=loaded_from(source), source=source, **PLAIN)
+    assert bits_of(out) == before
 
 
 def test_of_a_single_file_and_an_index_the_single_file_is_read_as_transformers_does(tmp_path: Path) -> None:
@@ -139,7 +164,8 @@ def test_a_tied_head_that_the_source_stores_follows_the_embedding(tmp_path: Path
     first = tiny_model(tie_word_embeddings=True)
     source = export(tmp_path / "source", model=first, tokenizer_dir=None, eos_token_ids=[1])
     stored = load_file(source / "model.safetensors")
-    save_file({**stored, "lm_head.weight": torch.zeros(199, 64)}, source / "model.safetensors", {"format": "pt"})
+    head = stored["model.embed_tokens.weight"].clone()
+    save_file({**stored, "lm_head.weight": head}, source / "model.safetensors", {"format": "pt"})
     model = loaded_from(source)
     step_away(model)
     out = export(tmp_path / "e", model=model, tokenizer_dir=None, eos_token_ids=[1], source=source)
@@ -202,8 +228,9 @@ def test_a_bit_flipped_in_a_carried_tensor_or_a_full_disk_leaves_the_former_expo
     step_away(model)
     key = "mtp.layers.0.mlp.up_proj.weight"
 
-    def loses_a_sign(tensors: dict[str, Tensor], file: Path, **how: Any) -> None:
-        save_file({**tensors, key: tensors[key].abs()}, file, **how)
+    def loses_a_sign(tensors: dict[str, Deferred], file: Path, **how: Any) -> None:
+        made = {name: tensor.make() for name, tensor in tensors.items()}
+        save_file({**made, key: made[key].abs()}, file, **how)
 
     monkeypatch.setattr(exports, "save_file", loses_a_sign)
     with pytest.raises(ValueError, match=r"mtp\.layers\.0\.mlp\.up_proj\.weight differs"):
@@ -255,13 +282,13 @@ before = peak(True)
 load_weights(model, base)
 loading = peak(False) - before
 before = peak(True)
-export(out / "again", model=model, tokenizer_dir=None, eos_token_ids=[1], source=base, shard_bytes=16 * 2**20)
+export(out / "again", model=model, tokenizer_dir=None, eos_token_ids=[1], source=base)
 print(size, largest, loading, peak(False) - before)
 """
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peaks are read from Linux's /proc")
-def test_loading_holds_one_tensor_and_exporting_one_file_beside_the_model(tmp_path: Path) -> None:
+def test_loading_and_exporting_hold_one_tensor_beside_the_model(tmp_path: Path) -> None:
     config = tiny_config(vocab_size=32_000, hidden_size=256, intermediate_size=4096, num_hidden_layers=8)
     config.save_pretrained(tmp_path)
     command = [sys.executable, "-c", PEAK, str(tmp_path), str(tmp_path)]
@@ -272,4 +299,4 @@ def test_loading_holds_one_tensor_and_exporting_one_file_beside_the_model(tmp_pa
     # In bf16 the checkpoint is half as large as the fp32 model, and each tensor half as large as the parameter.
     # Beside these the allocator keeps what it likes, up to some 15 MiB seen; a whole copy would be 81.
     assert loading < largest / 2 + 24
-    assert exporting < 16 + largest / 2 + 24 < size / 2 - 12
+    assert exporting < largest + 24 < size / 2 - 12  # the source's tensor and ours

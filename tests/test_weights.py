@@ -18,6 +18,7 @@ from tests.tiny import batch_of, random_documents, tiny_model
 from trainer import exports, weights
 from trainer.model import Qwen3_5ForCausalLM, keeps_fp32
 from trainer.sizes import resolve_config
+from trainer.tensors import Deferred
 from trainer.weights import export, load_weights
 
 
@@ -80,10 +81,15 @@ def test_a_bf16_model_keeps_its_fp32_parameters_unrounded(tmp_path: Path) -> Non
         assert torch.equal(parameter, wanted), name
 
 
-def test_a_tied_model_reads_its_embedding_not_a_stray_head(tmp_path: Path) -> None:
+def test_a_tied_head_may_be_stored_but_not_another_one(tmp_path: Path) -> None:
     expected = state_of(tiny_model(tie_word_embeddings=True))
-    save_file({**expected, "lm_head.weight": torch.zeros(199, 64)}, tmp_path / "model.safetensors")
+    head = expected["model.embed_tokens.weight"].clone()
+    save_file({**expected, "lm_head.weight": head}, tmp_path / "model.safetensors")
     assert_loads(tmp_path, expected, tie_word_embeddings=True)
+    head[3, 5] += 0.01
+    save_file({**expected, "lm_head.weight": head}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"ties lm_head\.weight to the embeddings, but it differs .* to false"):
+        load_weights(tiny_model(tie_word_embeddings=True), tmp_path)
 
 
 def without_one(state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -213,17 +219,19 @@ def test_a_former_export_is_replaced_and_another_folder_is_not(tmp_path: Path) -
 
 
 def test_an_export_that_reads_back_differently_never_appears(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def writes_one_bit_wrong(tensors: dict[str, Tensor], file: Path, **how: Any) -> None:
-        save_file({**tensors, "model.norm.weight": tensors["model.norm.weight"] + 1e-3}, file, **how)
+    def writes_one_bit_wrong(tensors: dict[str, Deferred], file: Path, **how: Any) -> None:
+        made = {name: tensor.make() for name, tensor in tensors.items()}
+        save_file({**made, "model.norm.weight": made["model.norm.weight"] + 1e-3}, file, **how)
+
+    def forgets_one(tensors: dict[str, Deferred], file: Path, **how: Any) -> None:
+        save_file({name: tensor.make() for name, tensor in list(tensors.items())[1:]}, file, **how)
 
     monkeypatch.setattr(exports, "save_file", writes_one_bit_wrong)
     with pytest.raises(ValueError, match=r"model\.norm\.weight differs from the model"):
         export(tmp_path / "e", model=tiny_model(), tokenizer_dir=None, eos_token_ids=[1])
     assert not (tmp_path / "e").exists()
 
-    monkeypatch.setattr(
-        exports, "save_file", lambda tensors, file, **how: save_file(dict(list(tensors.items())[1:]), file)
-    )
+    monkeypatch.setattr(exports, "save_file", forgets_one)
     with pytest.raises(ValueError, match=r"model\.embed_tokens\.weight is missing"):
         export(tmp_path / "e", model=tiny_model(), tokenizer_dir=None, eos_token_ids=[1])
     monkeypatch.undo()

@@ -40,6 +40,7 @@ from trainer.exports import publishing, read_json, refuse_replacing, save_tensor
 from trainer.hub import weights_folder
 from trainer.lora import adapted
 from trainer.model import Qwen3_5ForCausalLM
+from trainer.tensors import Deferred
 from trainer.weights import (
     GENERATION,
     SHARD_BYTES,
@@ -112,7 +113,7 @@ def export(
             write_json(folder / GENERATION, {"eos_token_id": list(eos_token_ids)})
         if tokenizer_dir is not None:
             copy_tokenizer(tokenizer_dir, folder)
-        compare_files(dict.fromkeys(file_keys(folder / TENSORS), folder / TENSORS), iter(tensors.items()))
+        compare_files(dict.fromkeys(file_keys(folder / TENSORS), folder / TENSORS), tensors.items())
     return out
 
 
@@ -155,24 +156,30 @@ def merge(
 
 def _merged_tensors(
     source: Path, adapter: Path, config: dict[str, Any], halves: dict[str, dict[str, str]]
-) -> Iterator[tuple[str, Tensor]]:
+) -> Iterator[tuple[str, Deferred]]:
     """Every tensor of the source under its key, with the adapter added where there is one."""
     file, scale = adapter / TENSORS, config["lora_alpha"] / config["r"]
     left = set(halves)
     for key, place in checkpoint_keys(source).items():
-        weight = read_tensor(place, key)
+        weight = read_tensor(place, key)  # nothing is read before its bytes are looked at
+        make: Callable[[], Tensor] = functools.partial(read_tensor, place, key)
         layer = (parameter_name(key) or "").removesuffix(".weight")
         if layer in left:
             left.remove(layer)
-            a_RI, b_OR = (read_tensor(file, halves[layer][half]) for half in ("lora_A", "lora_B"))
+            a_RI = read_tensor(file, halves[layer]["lora_A"])
             if a_RI.shape[:1] != (config["r"],):
                 raise ValueError(f"{file}: lora_A of {layer} is {list(a_RI.shape)}, {CONFIG} says r {config['r']}")
-            weight = merged(weight, a_RI, b_OR, scale)
-        yield key, weight
+            make = functools.partial(_merged_anew, place, key, file, halves[layer], scale)
+        yield key, Deferred(dtype=weight.dtype, shape=weight.shape, make=make)
     if left:
         raise ValueError(
             f"{source} lacks {min(left)}.weight, for which {adapter} has an adapter; is it its base model?"
         )
+
+
+def _merged_anew(place: Path, key: str, file: Path, halves: dict[str, str], scale: float) -> Tensor:
+    a_RI, b_OR = (read_tensor(file, halves[half]) for half in ("lora_A", "lora_B"))
+    return merged(read_tensor(place, key), a_RI, b_OR, scale)
 
 
 def merged(weight_OI: Tensor, a_RI: Tensor, b_OR: Tensor, scale: float) -> Tensor:
@@ -206,7 +213,7 @@ def for_text(adapter: Path, out: Path) -> Path:
         carry_companions(adapter, folder, tokenizer_dir=None, eos_token_ids=[])
         # By name: a pattern may be spelt for the other class.
         write_json(folder / CONFIG, {**config, "target_modules": sorted(halves)})
-        compare_files(dict.fromkeys(file_keys(folder / TENSORS), folder / TENSORS), iter(tensors.items()))
+        compare_files(dict.fromkeys(file_keys(folder / TENSORS), folder / TENSORS), tensors.items())
     return out
 
 

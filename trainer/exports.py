@@ -16,11 +16,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
 from trainer.folders import publish_folder, start_folder
+from trainer.tensors import Deferred, save_file
 
 MARK = ".written_by_trainer.json"
 """File in every folder that this program wrote: the names of the others."""
@@ -94,13 +93,14 @@ def publishing(out: Path) -> Iterator[Path]:
     publish_folder(temporary, out)
 
 
-def save_tensors(tensors: Mapping[str, Tensor], file: Path) -> None:
+def save_tensors(tensors: Mapping[str, Tensor | Deferred], file: Path) -> None:
     """Write one safetensors file. Raises OSError where the disk is full."""
     try:
-        save_file(dict(tensors), file, metadata={"format": "pt"})  # transformers asks for it
-    except SafetensorError as error:
+        save_file(tensors, file, metadata={"format": "pt"})  # transformers asks for it
+    except OSError as error:
+        why = error.strerror or error
         raise OSError(
-            f"{file}: cannot be written ({error}); free some space and try again, nothing was replaced"
+            f"{file}: cannot be written ({why}); free some space and try again, nothing was replaced"
         ) from error
 
 

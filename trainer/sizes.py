@@ -127,12 +127,24 @@ def _read(path: Path) -> ModelConfig:
     if "text_config" in found:
         if not isinstance(found["text_config"], dict):
             raise ValueError(f"--model: {path} has a text_config that is no object, so no Qwen3.5 configuration")
-        # Older files tie the embeddings at the top only.
-        found = {"tie_word_embeddings": found.get("tie_word_embeddings", False), **found["text_config"]}
+        found = _text_part(found)
     try:
         return Qwen3_5TextConfig(**{**found, "model_type": "qwen3_5_text"})
     except (StrictDataclassError, TypeError, ValueError, KeyError) as error:
         raise ValueError(f"--model: {path} is not a Qwen3.5 configuration: {error}") from error
+
+
+def _text_part(found: dict[str, Any]) -> dict[str, Any]:
+    """The text model's configuration of a file that has one inside.
+
+    transformers' class with a vision tower ties its embeddings where the outer flag says so, the text class where the
+    inner one does; both flags exist, and files differ in which they have.
+    """
+    text = dict(found["text_config"])
+    whole = "Qwen3_5ForCausalLM" not in (found.get("architectures") or [])
+    if "tie_word_embeddings" in found and (whole or "tie_word_embeddings" not in text):
+        text["tie_word_embeddings"] = found["tie_word_embeddings"]
+    return text
 
 
 def rotary(config: ModelConfig) -> tuple[int, float]:

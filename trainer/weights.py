@@ -10,16 +10,16 @@ trained, are carried through from its files. Without one (random weights) it is 
 
 Guarantees: a missing, unexpected or misshapen text tensor stops loading; what is kept in fp32 is not rounded, unless
 the source holds it rounded; an export is read back and compared bit by bit before it appears under its name.
-Costs: loading holds one tensor beside the model; an export holds one of its files, at most 4 GB or one tensor, and
-reads the source twice.
+Costs: loading and exporting hold one tensor beside the model; an export reads the source twice.
 """
 
 import contextlib
 import copy
+import functools
 import json
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from trainer.exports import publishing, read_json, refuse_replacing, save_tensors, write_json
 from trainer.lora import adapted
 from trainer.model import Qwen3_5ForCausalLM, keeps_fp32
+from trainer.tensors import Deferred
 
 GENERATION = "generation_config.json"
 INDEX = "model.safetensors.index.json"
@@ -40,8 +41,8 @@ SINGLE = "model.safetensors"
 SHARD_BYTES = 4 * 10**9
 """Largest file of an export; a single tensor above it has a file of its own."""
 
-Tensors = Callable[[], Iterator[tuple[str, Tensor]]]
-"""Keys and tensors of a checkpoint, made one at a time, the same ones on each call."""
+Tensors = Callable[[], Iterator[tuple[str, Deferred]]]
+"""Keys and tensors of a checkpoint, the same ones on each call."""
 
 _LEFT_OUT = ("model.visual.", "visual.", "mtp.", "model.mtp.")
 _TOKENIZER_FILES = (
@@ -56,16 +57,16 @@ _PROBE = "It's 3.14 o'clock\r\n\n  नमस्ते दुनिया, 你好
 def load_weights(model: Qwen3_5ForCausalLM, folder: Path) -> None:
     """Read every parameter of the model from the safetensors in `folder`, keeping the model's dtypes.
 
-    Raises ValueError for missing or damaged files, and for missing, unexpected or misshapen tensors.
+    Raises ValueError for missing or damaged files, for missing, unexpected or misshapen tensors, and for a head that
+    differs from the embeddings although the configuration ties them.
     """
     wanted = dict(model.named_parameters())
-    tied = model.config.tie_word_embeddings
+    places = {name: (file, key) for key, file in checkpoint_keys(folder).items() if (name := parameter_name(key))}
+    if model.config.tie_word_embeddings:
+        _leave_out_the_head(places)
     loaded: set[str] = set()
     unexpected: list[str] = []
-    for key, file in checkpoint_keys(folder).items():
-        name = parameter_name(key)
-        if name is None or (tied and name == "lm_head.weight"):
-            continue
+    for name, (file, key) in places.items():
         if name not in wanted:
             unexpected.append(key)
             continue
@@ -85,6 +86,17 @@ def load_weights(model: Qwen3_5ForCausalLM, folder: Path) -> None:
             raise ValueError(f"{folder} {what} {', '.join(names[:5])}{more}; is it a Qwen3.5 of this configuration?")
 
 
+def _leave_out_the_head(places: dict[str, tuple[Path, str]]) -> None:
+    """Take out a tied head that is stored all the same, once it is known to be the embeddings' copy."""
+    head, embeddings = places.pop("lm_head.weight", None), places.get("model.embed_tokens.weight")
+    if head and embeddings and not _same_bits(read_tensor(*head), read_tensor(*embeddings)):
+        raise ValueError(
+            f"{head[0]}: config.json ties {head[1]} to the embeddings, but it differs from {embeddings[1]}. Set "
+            "tie_word_embeddings to false in config.json (beside text_config, where there is one) to train this head, "
+            "or take it out of the file to train the tied one"
+        )
+
+
 def parameter_name(key: str) -> str | None:
     """Our name for a checkpoint's key; None for what the text model does not have."""
     if key.startswith(_LEFT_OUT):
@@ -93,13 +105,16 @@ def parameter_name(key: str) -> str | None:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    if (index := folder / INDEX).is_file() and not (folder / SINGLE).is_file():  # transformers prefers the single file
+    """A single file as transformers does, even beside an index, unless the index names it as one of several."""
+    single = (folder / SINGLE).is_file()
+    names = [SINGLE]
+    if (index := folder / INDEX).is_file():
         try:
-            names = sorted(map(str, set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())))
+            indexed = sorted(map(str, set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{index}: not a safetensors index ({error!r})") from error
-    else:
-        names = [SINGLE]
+        if SINGLE in indexed or not single:
+            names = indexed
     if lost := [name for name in names if not (folder / name).is_file()]:
         raise ValueError(f"{folder} has no {', '.join(lost)}: fetch the checkpoint again, with its safetensors files")
     return [folder / name for name in names]
@@ -171,7 +186,7 @@ def export(
     assert not adapted(model), "a model with adapters is exported by trainer.adapters"
     assert source is None or dtype is None, "a source's dtypes are kept"
 
-    def tensors() -> Iterator[tuple[str, Tensor]]:
+    def tensors() -> Iterator[tuple[str, Deferred]]:
         return _own_tensors(model, dtype) if source is None else _like_source(source, model, masters or {})
 
     def companions(folder: Path) -> None:
@@ -206,13 +221,14 @@ def write_checkpoint(
     return out
 
 
-def compare_files(files: dict[str, Path], tensors: Iterator[tuple[str, Tensor]]) -> None:
+def compare_files(files: dict[str, Path], tensors: Iterable[tuple[str, Tensor | Deferred]]) -> None:
     """Read written keys back; raises ValueError unless they are exactly these, with their dtypes, shapes and bits."""
     left = dict(files)
     for key, expected in tensors:
         if key not in left:
             raise ValueError(f"{key} is missing after writing; check the disk and export again")
-        if not _same_bits(read_tensor(left[key], key), expected):
+        made = expected.make() if isinstance(expected, Deferred) else expected
+        if not _same_bits(read_tensor(left[key], key), made):
             raise ValueError(
                 f"{left[key]}: {key} differs from the model after writing; check the disk and export again"
             )
@@ -242,47 +258,62 @@ def _write_config(
     write_json(folder / GENERATION, ends)
 
 
-def _own_tensors(model: Qwen3_5ForCausalLM, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
+def _own_tensors(model: Qwen3_5ForCausalLM, dtype: torch.dtype | None) -> Iterator[tuple[str, Deferred]]:
     """Every parameter once (a tied head is not), under its own name."""
     for name, parameter in model.named_parameters():
-        yield name, parameter.detach().cpu().to(parameter.dtype if dtype is None or keeps_fp32(name) else dtype)
+        written = parameter.dtype if dtype is None or keeps_fp32(name) else dtype
+        make = functools.partial(_on_the_cpu, parameter, written)
+        yield name, Deferred(dtype=written, shape=parameter.shape, make=make)
+
+
+def _on_the_cpu(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor.detach().cpu().to(dtype)
 
 
 def _like_source(
     source: Path, model: Qwen3_5ForCausalLM, masters: Mapping[Tensor, Tensor]
-) -> Iterator[tuple[str, Tensor]]:
+) -> Iterator[tuple[str, Deferred]]:
     """The source's keys in its order: our parameters in its dtypes, and the rest as it is."""
     parameters = dict(model.named_parameters(remove_duplicate=False))  # a tied head may be stored all the same
     left = {name for name, _ in model.named_parameters()}
     for key, file in checkpoint_keys(source).items():
-        tensor = read_tensor(file, key)
+        tensor = read_tensor(file, key)  # nothing is read before its bytes are looked at
         name = parameter_name(key)
+        make: Callable[[], Tensor] = functools.partial(read_tensor, file, key)
         if name is None:
-            yield key, tensor
+            yield key, Deferred(dtype=tensor.dtype, shape=tensor.shape, make=make)
             continue
         if name not in parameters or parameters[name].shape != tensor.shape:
             raise ValueError(
                 f"{file}: {key} {list(tensor.shape)} does not fit the model: not what the run started from"
             )
         left.discard(name)
-        yield key, _in_dtype_of(tensor, parameters[name], masters)
+        make = functools.partial(_trained, file, key, parameters[name], masters)
+        yield key, Deferred(dtype=tensor.dtype, shape=tensor.shape, make=make)
     if left:
         raise ValueError(f"{source} lacks {min(left)}: it is not what the run started from")
 
 
-def _in_dtype_of(tensor: Tensor, parameter: Tensor, masters: Mapping[Tensor, Tensor]) -> Tensor:
-    """A parameter in the dtype of the source's tensor; where that is wider, as exact as it is known."""
-    if tensor.itemsize <= parameter.itemsize:
-        return parameter.detach().cpu().to(tensor.dtype)
-    value = masters.get(parameter, parameter).detach().cpu().to(tensor.dtype)
-    # What loading rounded and training did not change is the source's own, unrounded.
-    return tensor if _same_bits(value, tensor.to(parameter.dtype).to(tensor.dtype)) else value
+def _trained(file: Path, key: str, parameter: Tensor, masters: Mapping[Tensor, Tensor]) -> Tensor:
+    """A parameter in the dtype of the source's tensor; where the parameter's own cannot hold it, as exact as known."""
+    tensor = read_tensor(file, key)
+    if tensor.dtype == parameter.dtype or tensor.itemsize < parameter.itemsize:
+        return _on_the_cpu(parameter, tensor.dtype)
+    value = _on_the_cpu(masters.get(parameter, parameter), tensor.dtype)  # float16 has digits that bfloat16 has not
+    # What loading rounded and training did not change is the source's own, unrounded: rows of tokens never seen, say.
+    unchanged = _bits(value) == _bits(tensor.to(parameter.dtype).to(tensor.dtype))
+    return torch.where(unchanged, tensor, value)
 
 
-def _write_shards(folder: Path, tensors: Iterator[tuple[str, Tensor]], shard_bytes: int) -> None:
+def _bits(tensor: Tensor) -> Tensor:
+    """Its numbers' bits as integers: NaN equals itself, and -0 is not 0."""
+    return tensor.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize])
+
+
+def _write_shards(folder: Path, tensors: Iterable[tuple[str, Deferred]], shard_bytes: int) -> None:
     """Write tensors as they come, a file at a time; an index where there are several."""
     written: list[list[str]] = []
-    shard: dict[str, Tensor] = {}
+    shard: dict[str, Deferred] = {}
     filled = total = 0
 
     def flush() -> None:
@@ -294,9 +325,7 @@ def _write_shards(folder: Path, tensors: Iterator[tuple[str, Tensor]], shard_byt
         if shard and filled + tensor.nbytes > shard_bytes:
             flush()
             filled = 0
-        # One storage each: safetensors refuses a tied head beside its embedding.
-        shared = {held.untyped_storage().data_ptr() for held in shard.values()}
-        shard[key] = tensor.clone() if tensor.untyped_storage().data_ptr() in shared else tensor.contiguous()
+        shard[key] = tensor
         filled += tensor.nbytes
         total += tensor.nbytes
     flush()

@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from torch import Tensor
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, Qwen3_5Config
 
-from tests.released import COMPANIONS, whole_class, write_source, write_tokenizer
+from tests.released import COMPANIONS, VISION, whole_class, write_source, write_tokenizer
 from tests.tiny import batch_of, random_documents, tiny_config, tiny_model
 from trainer import exports, weights
 from trainer.kernels import select
@@ -137,6 +137,22 @@ def test_an_export_of_a_source_that_bf16_cannot_hold_has_the_masters_values_afte
 
 def tensors_of(folder: Path) -> dict[str, Tensor]:
     return {key: weights.read_tensor(file, key) for key, file in weights.checkpoint_keys(folder).items()}
+
+
+@pytest.mark.parametrize(("outer", "inner"), [(True, False), (False, True)])
+def test_of_two_flags_that_tie_embeddings_the_one_is_followed_that_transformers_follows(
+    tmp_path: Path, *, outer: bool, inner: bool
+) -> None:
+    text = tiny_config(tie_word_embeddings=inner).to_dict()
+    config = Qwen3_5Config(text_config=text, vision_config=VISION, tie_word_embeddings=outer)
+    theirs = whole_class("released")(config)
+    theirs.save_pretrained(tmp_path / "source")
+    saved = json.loads((tmp_path / "source" / "config.json").read_text())
+    assert (saved["tie_word_embeddings"], saved["text_config"]["tie_word_embeddings"]) == (outer, inner)
+    assert ("lm_head.weight" in weights.checkpoint_keys(tmp_path / "source")) == (not outer)
+    (ids,) = random_documents([70])
+    ours = loaded_from(tmp_path / "source").logits(batch_of([ids]))
+    torch.testing.assert_close(theirs(torch.tensor([ids]), use_cache=False).logits[0], ours, rtol=1e-4, atol=1e-4)
 
 
 def test_an_index_that_names_the_single_file_among_others_is_followed(tmp_path: Path) -> None:

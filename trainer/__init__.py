@@ -16,6 +16,7 @@
     doctor    `python -m trainer.doctor`: this machine's kernels are right
     bench     `python -m trainer.bench`: how fast, and whether curves agree
     timeline  `python -m trainer.timeline`: where the time of a step went, by a trace that `tracing` wrote
+              and `events` sorts into steps
     report    `python -m trainer.report`: a run, or several, as a table and one page; without torch. Its `log` reads
               them, `figures` counts, `text` and `page` (`charts`, `traces`, `lanes`) show
 

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.shards import PackedDataset
-from trainer import stock, timeline, tracing
+from trainer import events, stock, timeline, tracing
 from trainer.batches import Batch, StepBatches, make_batch
 from trainer.kernels import select
 from trainer.lora import add_adapters
@@ -332,7 +332,7 @@ def profile(step: StepFunction, item: Item, *, job: Job, layers: int) -> dict[st
             for number in (1, 2):
                 step(item, number)
                 trace.step()
-        return timeline.summary(timeline.analyse(timeline.read(path)))
+        return timeline.summary(timeline.analyse(events.read(path)))
 
 
 @contextmanager

@@ -8,7 +8,7 @@
     kernels   the table of operations; `reference` holds the torch version of each, `fused` those of a GPU
     lora      adapters; `adapters` writes and merges them
     step      forward, backward, one normalisation over all targets, clip; `optimizer` updates; world: the ranks
-    weights   Hugging Face folders in and out; `exports`: what they may replace
+    weights   Hugging Face folders in and out; `exports`: what they may replace; `outputs`: what a run leaves
     checkpoint  training state: save, find, check, resume; `folders` get their name when they are finished
     record    config.json: what was run, whether it may be resumed, by one process at a time
     metrics   metrics.jsonl; `liveline` shows the step on stderr, `trackers` are TensorBoard and W&B

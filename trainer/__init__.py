@@ -12,6 +12,7 @@
     checkpoint  training state: save, find, check, resume; `folders` get their name when they are finished
     record    config.json: what was run, whether it may be resumed, by one process at a time
     metrics   metrics.jsonl; `liveline` shows the step on stderr, `trackers` are TensorBoard and W&B
+    flops     operations of a step, and the share of a GPU's speed that they come to
     train     `python -m trainer.train`: the loop, read top to bottom; `settings`: its command line
     doctor    `python -m trainer.doctor`: this machine's kernels are right
     bench     `python -m trainer.bench`: how fast, and whether curves agree

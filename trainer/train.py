@@ -33,10 +33,11 @@ from pipeline.cli import refuse_repeats
 from pipeline.shards import PackedDataset
 from trainer import checkpoint, lora, memory, record, trackers, weights
 from trainer.batches import Prefetch, Reader, StepBatches
+from trainer.flops import Work, peak_flops
 from trainer.inputs import Inputs, prepare
 from trainer.kernels import Kernels, select
 from trainer.liveline import LiveLine
-from trainer.metrics import Metrics, Work, duration, peak_flops
+from trainer.metrics import Metrics, duration
 from trainer.model import Qwen3_5ForCausalLM
 from trainer.optimizer import make_optimizer, masters
 from trainer.outputs import finish

@@ -1,7 +1,7 @@
 """Small packed datasets for tests, written through the format's own functions."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,31 +51,42 @@ def make_packed(
     compression: str | None = None,
 ) -> Path:
     """Write ``rows`` as a dataset at ``path`` and return it."""
-    (path / "tokenizer").mkdir(parents=True)
     recipe = small_recipe(
         max_tokens=max_tokens, vocab_size=vocab_size, pad_token_id=pad_token_id, eos_token_ids=list(eos_token_ids),
         tokenizer_sha256=tokenizer_sha256, model=model, compression=compression,
     )  # fmt: skip
     per_shard = rows_in_shard or rows_per_shard(max_tokens)
-    shards = []
-    for number, first in enumerate(range(0, len(rows), per_shard)):
-        part = rows[first : first + per_shard]
-        content = shard_rows(part, max_tokens=max_tokens, pad_token_id=pad_token_id)
-        data = shard_bytes(content, fingerprint=fingerprint(recipe), shard=number, compression=compression)
-        entry = publish(path / shard_name(number), data)
-        pieces = [p for row in part for p in row]
-        shards.append(entry | {
-            "rows": len(part), "pieces": len(pieces), "tokens": sum(len(p[1]) for p in pieces),
-            "targets": sum(sum(p[2]) for p in pieces),
+    shards = (
+        shard_rows(rows[first : first + per_shard], max_tokens=max_tokens, pad_token_id=pad_token_id)
+        for first in range(0, len(rows), per_shard)
+    )
+    tokenizer = json.dumps({"test": vocab_size}).encode()
+    return write_dataset(path, shards, recipe=recipe, tokenizer=tokenizer, **_summary(rows, max_tokens=max_tokens))
+
+
+def write_dataset(
+    path: Path, shards: Iterable[ShardRows], *, recipe: dict[str, Any], tokenizer: bytes, **account: dict[str, Any]
+) -> Path:
+    """Write a dataset and return its folder; ``account`` are the manifest's totals, limits and histograms."""
+    (path / "tokenizer").mkdir(parents=True)
+    entries = []
+    for number, rows in enumerate(shards):
+        data = shard_bytes(
+            rows, fingerprint=fingerprint(recipe), shard=number, compression=recipe["shards"]["compression"]
+        )
+        entries.append(publish(path / shard_name(number), data) | {
+            "rows": len(rows.row_offsets) - 1, "pieces": len(rows.pieces), "tokens": int(rows.piece_lengths.sum()),
+            "targets": int(rows.loss_mask.sum()),
         })  # fmt: skip
-    others = [publish(path / "rejects.jsonl", b"")]
-    entry = publish(path / "tokenizer" / "tokenizer.json", json.dumps({"test": vocab_size}).encode())
-    others.append(entry | {"name": "tokenizer/tokenizer.json"})
+    others = [
+        publish(path / "rejects.jsonl", b""),
+        publish(path / "tokenizer" / "tokenizer.json", tokenizer) | {"name": "tokenizer/tokenizer.json"},
+    ]
     manifest = Manifest.build(
         recipe=recipe,
         created={"time": "2026-01-01T00:00:00+00:00", "versions": {}},
-        files={"shards": shards, "others": others},
-        **_summary(rows, max_tokens=max_tokens),
+        files={"shards": entries, "others": others},
+        **account,
     )
     publish(path / MANIFEST, manifest.to_bytes())
     PackedDataset.open(path)

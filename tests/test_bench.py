@@ -20,7 +20,7 @@ from pipeline.shards import PackedDataset
 from tests.packed import make_packed, random_rows
 from tests.tiny import tiny_config
 from tests.training import once
-from trainer import bench, ladder, metrics, rungs, stock
+from trainer import bench, flops, ladder, rungs, stock
 
 CPU = torch.device("cpu")
 
@@ -157,9 +157,9 @@ def _flops(monkeypatch: pytest.MonkeyPatch) -> None:
     def hardware_flops(config: Any, *, recompute_layers: int, num_tokens: int, **_: Any) -> float:
         return 1e9 * num_tokens * (1 + recompute_layers / config.num_hidden_layers)
 
-    monkeypatch.setattr(metrics, "model_flops", model_flops, raising=False)
-    monkeypatch.setattr(metrics, "hardware_flops", hardware_flops, raising=False)
-    monkeypatch.setattr(metrics, "PEAK", 1e12, raising=False)
+    monkeypatch.setattr(flops, "model_flops", model_flops, raising=False)
+    monkeypatch.setattr(flops, "hardware_flops", hardware_flops, raising=False)
+    monkeypatch.setattr(flops, "PEAK", 1e12, raising=False)
 
 
 def value(found: ladder.Figures, name: str) -> float:

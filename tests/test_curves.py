@@ -17,7 +17,7 @@ from pipeline.shards import PackedDataset
 from tests.packed import make_packed, random_rows
 from tests.tiny import tiny_config, tiny_model
 from tests.training import once
-from trainer import bench, curves, stock
+from trainer import bench, curves, distances, stock
 from trainer.batches import make_batch
 from trainer.weights import export
 
@@ -62,7 +62,7 @@ def curve(shards: Path, model: str, folder: Path, variant: str, **changes: Any) 
     result = curves.run(given)
     assert result["status"] == ("out of time" if given.time_box == 0 else "ok")
     assert ("fused" in result) == (not variant.startswith("ours"))  # it speaks of transformers' kernels alone
-    return curves.losses(given.out)
+    return distances.losses(given.out)
 
 
 def test_ours_packed_and_unpacked_and_transformers_padded_have_one_loss_curve(
@@ -77,7 +77,7 @@ def test_ours_packed_and_unpacked_and_transformers_padded_have_one_loss_curve(
     assert ours[0] - min(ours) > 0.01  # they move
     for theirs in found.values():
         assert theirs == pytest.approx(ours, abs=2e-5)
-    figures = curves.figures(found)
+    figures = distances.figures(found)
     assert figures["stock_padded_max_difference"]["value"] < 2e-5
     assert figures["ours_packed_steps"]["value"] == 5
 
@@ -146,7 +146,7 @@ def test_bf16_curves_stay_beside_each_other_and_noise_is_measured(shards: Path, 
     assert found["stock_padded_fp32"] == pytest.approx(found["ours_packed_fp32"], abs=1e-5)
     assert found["ours_packed_noise_fp32"] == pytest.approx(found["ours_packed_fp32"], abs=1e-5)
     assert len(found["ours_packed_fp32"]) == 2
-    figures = curves.figures(found)
+    figures = distances.figures(found)
     assert "from ours_packed_fp32 over 2 steps" in figures["stock_padded_fp32_max_difference"]["unit"]
 
 
@@ -289,7 +289,7 @@ def test_a_process_sees_the_gpu_that_it_was_given(tmp_path: Path, monkeypatch: p
 
 
 def test_the_two_sides_and_their_noise_are_distances_counted_by_hand() -> None:
-    found = curves.figures({
+    found = distances.figures({
         "ours_packed": [3.0, 2.0], "ours_packed_noise": [3.2, 2.0], "ours_packed_noise_2": [3.4, 2.0],
         "stock_padded": [3.0, 1.0], "stock_padded_noise": [3.0, 1.2, 9.0], "sorted_padded": [1.0, 9.0],
     })  # fmt: skip
@@ -304,9 +304,9 @@ def test_a_curve_out_of_time_or_cut_short_is_as_long_as_it_got(shards: Path, tin
     assert len(curve(shards, tiny, tmp_path, "ours_packed", time_box=0.0)) == 1
     path = tmp_path / "cut.jsonl"
     path.write_text('{"step": 1, "loss": 2.5}\n{"step": 2, "lo')
-    assert curves.losses(path) == [2.5]
-    assert curves.smooth([1, 2, 3, 4], window=2) == [1.5, 2.5, 3.5]
-    assert curves.smooth([1, 3], window=10) == [2]
+    assert distances.losses(path) == [2.5]
+    assert distances.smooth([1, 2, 3, 4], window=2) == [1.5, 2.5, 3.5]
+    assert distances.smooth([1, 3], window=10) == [2]
 
 
 def test_the_record_of_curves_has_a_table(

@@ -2,21 +2,21 @@
 
 import json
 import re
+from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from pipeline.manifest import MANIFEST, Manifest, fingerprint
 from pipeline.report.__main__ import as_text
 from pipeline.report.figures import measure
 from pipeline.report.numbers import numbers
 from pipeline.report.page import dataset_page
 from pipeline.report.sections import parts
-from pipeline.shards import PackedDataset, ShardRows, publish, rows_per_shard, shard_bytes, shard_name
+from pipeline.shards import PackedDataset, ShardRows, rows_per_shard
 from tests.forge import Rows, forge, make_dataset
-from tests.packed import make_packed, small_recipe, with_byte_tokenizer
+from tests.packed import make_packed, small_recipe, with_byte_tokenizer, write_dataset
 from tests.parsed import cells
 from tests.talk import chat, make_talk, tokenizer
 
@@ -176,8 +176,6 @@ NUM_ROWS, T = 100_000, 32
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, np.ndarray, np.ndarray]:
     """100,000 rows of 32 tokens, two pieces each but the last; with the first's lengths and all targets."""
-    path = tmp_path_factory.mktemp("large") / "d"
-    (path / "tokenizer").mkdir(parents=True)
     rng = np.random.default_rng(0)
     first = rng.integers(2, T - 2, NUM_ROWS)
     second = T - first
@@ -186,24 +184,20 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, np.ndarray, n
     mask[np.arange(NUM_ROWS), first] = mask[:, 0] = False
     mask[-1, -1] = False
     input_ids = rng.integers(0, 256, (NUM_ROWS, T)).astype(np.int32)
+    lengths = np.stack([first, second], axis=1)
+
+    def shards() -> Iterator[ShardRows]:
+        for start in range(0, NUM_ROWS, rows_per_shard(T)):
+            part = slice(start, start + rows_per_shard(T))
+            num = len(first[part])
+            yield ShardRows(
+                input_ids=input_ids[part], loss_mask=mask[part], piece_lengths=lengths[part].reshape(-1),
+                row_offsets=np.arange(num + 1) * 2, doc_ids=np.arange(2 * start, 2 * (start + num)),
+                pieces=np.zeros(2 * num, np.int32),
+            )  # fmt: skip
+
     recipe = small_recipe(max_tokens=T, vocab_size=300, pad_token_id=0, eos_token_ids=[1], model=None,
                           tokenizer_sha256="0" * 64)  # fmt: skip
-    lengths = np.stack([first, second], axis=1)
-    shards = []
-    for number, start in enumerate(range(0, NUM_ROWS, rows_per_shard(T))):
-        part = slice(start, start + rows_per_shard(T))
-        num = len(first[part])
-        content = ShardRows(
-            input_ids=input_ids[part], loss_mask=mask[part], piece_lengths=lengths[part].reshape(-1),
-            row_offsets=np.arange(num + 1) * 2, doc_ids=np.arange(2 * start, 2 * (start + num)),
-            pieces=np.zeros(2 * num, np.int32),
-        )  # fmt: skip
-        entry = publish(path / shard_name(number), shard_bytes(content, fingerprint=fingerprint(recipe), shard=number))
-        counts = {"rows": num, "pieces": 2 * num, "tokens": int(lengths[part].sum()), "targets": int(mask[part].sum())}
-        shards.append(entry | counts)
-    others = [publish(path / "rejects.jsonl", b"")]
-    held = publish(path / "tokenizer" / "tokenizer.json", tokenizer().to_str().encode())
-    others.append(held | {"name": "tokenizer/tokenizer.json"})
     names = ("truncated", "split", "escaped", "rounds_cut", "tokens_cut", "tokens_rejected")
     tokens = int(lengths.sum())
     totals = dict.fromkeys(names, 0) | {
@@ -212,9 +206,10 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, np.ndarray, n
     }  # fmt: skip
     limits = {"max_segments_per_row": 3, "max_segment_tokens": int(lengths.max()), "max_token_id": int(input_ids.max()),
               "sum_of_squared_lengths": int((lengths**2).sum())}  # fmt: skip
-    manifest = Manifest.build(recipe=recipe, created={}, totals=totals, limits=limits, histograms={},
-                              files={"shards": shards, "others": others})  # fmt: skip
-    publish(path / MANIFEST, manifest.to_bytes())
+    path = write_dataset(
+        tmp_path_factory.mktemp("large") / "d", shards(), recipe=recipe, tokenizer=tokenizer().to_str().encode(),
+        totals=totals, limits=limits, histograms={},
+    )  # fmt: skip
     return path, lengths, mask
 
 

@@ -14,6 +14,7 @@ from tests import runs
 from tests.runs import as_json, report, tables
 from tests.traces import Event, kernel, launch, mark, op, span, two_steps
 from trainer import timeline
+from trainer.events import split, union
 from trainer.report.__main__ import main
 from trainer.report.lanes import COLUMNS, LANES, coverage, picture
 
@@ -60,7 +61,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_lanes_hold_what_ran_of_each_kind_in_milliseconds_of_the_step() -> None:
-    lanes = picture(timeline.split(kinds()))
+    lanes = picture(split(kinds()))
     assert lanes.wall_ms == pytest.approx(0.1)
     assert {name: [round(1e3 * t, 6) for span in spans for t in span] for name, spans in lanes.busy.items()} == {
         "CPU": [0, 30], "matrix": [10, 50], "attention": [60, 65], "delta rule": [65, 75], "other": [],
@@ -72,7 +73,7 @@ def test_lanes_hold_what_ran_of_each_kind_in_milliseconds_of_the_step() -> None:
 
 def test_the_picture_is_of_the_step_of_middle_length_with_all_that_ran_meanwhile() -> None:
     """Two steps of 130 and 70 us; of the longer one, the CPU's work of the next step is in it too."""
-    lanes = picture(timeline.split(two_steps()))
+    lanes = picture(split(two_steps()))
     assert lanes.wall_ms == pytest.approx(0.130)
     assert lanes.milliseconds("CPU") == pytest.approx((20 + 20 + 10) / 1e3)
     assert lanes.milliseconds("matrix") == pytest.approx(0.060)
@@ -88,7 +89,7 @@ def test_coverage_is_the_share_of_each_stretch() -> None:
 
 @given(st.lists(st.tuples(st.floats(0, 99), st.floats(0.001, 30)), max_size=30), st.integers(1, 50))
 def test_no_time_is_lost_in_the_picture(spans: list[tuple[float, float]], num: int) -> None:
-    merged = timeline.union((begin, min(100.0, begin + length)) for begin, length in spans)
+    merged = union((begin, min(100.0, begin + length)) for begin, length in spans)
     shares = coverage(merged, until=100, num=num)
     assert shares.sum() * 100 / num == pytest.approx(sum(end - begin for begin, end in merged), abs=1e-6)
     for i, share in enumerate(shares):

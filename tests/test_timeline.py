@@ -1,4 +1,4 @@
-"""What trainer.timeline says of small made-up traces, whose numbers are known."""
+"""What trainer.events and trainer.timeline say of small made-up traces, whose numbers are known."""
 
 import gzip
 import json
@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests.traces import kernel, launch, mark, op, span, two_steps
-from trainer.timeline import analyse, kind, main, union
+from trainer.events import union
+from trainer.timeline import analyse, kind, main
 
 
 def test_work_on_the_gpu_belongs_to_the_step_that_launched_it() -> None:

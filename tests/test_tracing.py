@@ -6,7 +6,8 @@ from pathlib import Path
 
 import torch
 
-from trainer.timeline import analyse, read, summary
+from trainer.events import read
+from trainer.timeline import analyse, summary
 from trainer.tracing import tracer
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -39,7 +39,7 @@ import tyro
 from pipeline.cli import refuse_repeats
 from pipeline.provenance import find_commit
 from pipeline.shards import PackedDataset
-from trainer import curves, ladder
+from trainer import curves, distances, ladder
 from trainer.hub import is_random, pin
 from trainer.measured import describe, record_path, write_whole
 from trainer.rungs import RUNGS, Job
@@ -175,7 +175,7 @@ def main(args: Sequence[str] | None = None) -> int:
 
 def table(path: Path) -> str:
     """The record as a Markdown table. Raises ValueError for what is no record, or one that has none."""
-    tables, what = {"ladder": ladder.table, "curves": curves.table}, None
+    tables, what = {"ladder": ladder.table, "curves": distances.table}, None
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
         if (what := record.get("what")) in tables:
@@ -249,8 +249,8 @@ def run_curves(settings: Curves, command: str) -> int:
         for future in as_completed(running):
             name, result = running[future], future.result()
             results[name] = result
-            found = curves.figures({one: curves.losses(path.with_name(r["file"])) for one, r in results.items()})
-            notes = f"{curves.NOTES} {settings.notes}".strip()
+            found = distances.figures({one: distances.losses(path.with_name(r["file"])) for one, r in results.items()})
+            notes = f"{distances.NOTES} {settings.notes}".strip()
             record = describe(
                 "curves", found, command=command, commit=settings.commit, device=settings.device, notes=notes,
                 num_gpus=len(set(dealt)),
@@ -259,7 +259,7 @@ def run_curves(settings: Curves, command: str) -> int:
             print(f"{name}: {result['status']} {result.get('detail', '')}", flush=True)
     finally:
         pool.shutdown(wait=False, cancel_futures=True)  # after Ctrl-C the threads wait for processes that end next
-    print(f"{path}\n\n{curves.table(json.loads(path.read_text(encoding='utf-8')))}")
+    print(f"{path}\n\n{distances.table(json.loads(path.read_text(encoding='utf-8')))}")
     return int(any(results[name]["status"] not in ("ok", "out of time") for name in names))
 
 

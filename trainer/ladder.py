@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from trainer import metrics
+from trainer import flops
 from trainer.rungs import RUNGS, Rung
 from trainer.sizes import ModelConfig
 
@@ -101,13 +101,13 @@ def _utilisation(name: str, result: dict[str, Any], config: ModelConfig, seconds
     if result.get("device") != "cuda":
         return {}
     rung, steps = RUNGS[name], result["runs"][-1]["steps"]
-    useful = metrics.model_flops(
+    useful = flops.model_flops(
         config,
         num_tokens=round(_mean(steps, "tokens")),
         sum_squared_lengths=round(_mean(steps, "sum_squared_lengths")),
         method=rung.method,
     )
-    done = metrics.hardware_flops(
+    done = flops.hardware_flops(
         config,
         num_tokens=round(_mean(steps, "slots")),
         sum_squared_lengths=round(_mean(steps, "slots_sum_squared_lengths")),
@@ -115,10 +115,10 @@ def _utilisation(name: str, result: dict[str, Any], config: ModelConfig, seconds
         recompute_layers=min(result.get("recompute", 0), config.num_hidden_layers),
         tokens_without_head=round(_mean(steps, "slots") - _mean(steps, "targets")) if rung.ours else 0,
     )
-    unit = f"of {metrics.PEAK / 1e12:.0f} TFLOP/s, {how}"
+    unit = f"of {flops.PEAK / 1e12:.0f} TFLOP/s, {how}"
     return {
-        f"{name}_mfu": {"value": round(useful / seconds / metrics.PEAK, 4), "unit": unit},
-        f"{name}_hardware_mfu": {"value": round(done / seconds / metrics.PEAK, 4), "unit": unit + ", all work done"},
+        f"{name}_mfu": {"value": round(useful / seconds / flops.PEAK, 4), "unit": unit},
+        f"{name}_hardware_mfu": {"value": round(done / seconds / flops.PEAK, 4), "unit": unit + ", all work done"},
     }
 
 

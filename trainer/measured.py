@@ -74,7 +74,7 @@ def machine(device: str) -> str:
 
 
 def write_whole(path: Path, record: dict[str, Any]) -> None:
-    """Write it whole or not at all."""
+    """Write a record, or what one is made of, as JSON: whole or not at all."""
     temporary = path.with_name(f".{path.name}.tmp")
     temporary.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     temporary.replace(path)

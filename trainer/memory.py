@@ -328,12 +328,9 @@ def _suggestions(workload: Workload, available: int, alternatives: Mapping[str, 
         if fits(micro_rows=1, max_tokens=length):
             yield f"this model with shorter rows: pack again with --max-tokens {length}, train with --micro-rows 1"
             break
-    smaller = {
-        name: config
-        for name, config in alternatives.items()
-        if num_parameters(config) < num_parameters(workload.config)
-    }
-    for name, config in sorted(smaller.items(), key=lambda item: -num_parameters(item[1])):
+    most = num_parameters(workload.config)
+    smaller = [(name, config) for name, config in alternatives.items() if num_parameters(config) < most]
+    for name, config in sorted(smaller, key=lambda item: -num_parameters(item[1])):
         for length in rows or [workload.max_tokens]:
             if fits(config=config, micro_rows=1, max_tokens=length):
                 packed = "" if length == workload.max_tokens else f" on shards packed with --max-tokens {length},"

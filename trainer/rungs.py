@@ -25,6 +25,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -32,10 +33,11 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.shards import PackedDataset
-from trainer import stock, timeline, tracing
+from trainer import events, stock, timeline, tracing
 from trainer.batches import Batch, StepBatches, make_batch
 from trainer.kernels import select
 from trainer.lora import add_adapters
+from trainer.measured import write_whole
 from trainer.memory import GIB, Method
 from trainer.model import Qwen3_5ForCausalLM
 from trainer.optimizer import make_optimizer
@@ -332,7 +334,7 @@ def profile(step: StepFunction, item: Item, *, job: Job, layers: int) -> dict[st
             for number in (1, 2):
                 step(item, number)
                 trace.step()
-        return timeline.summary(timeline.analyse(timeline.read(path)))
+        return timeline.summary(timeline.analyse(events.read(path)))
 
 
 @contextmanager
@@ -368,13 +370,7 @@ def main(job_file: str, result_file: str) -> int:
     fields = json.loads(Path(job_file).read_text(encoding="utf-8"))
     fields |= {"shards": Path(fields["shards"]), "layers": tuple(fields["layers"])}
     fields["traces"] = Path(fields["traces"]) if fields["traces"] else None
-
-    def write(result: dict[str, Any]) -> None:
-        temporary = Path(result_file + ".tmp")
-        temporary.write_text(json.dumps(result), encoding="utf-8")
-        temporary.replace(result_file)
-
-    run(Job(**fields), write)
+    run(Job(**fields), partial(write_whole, Path(result_file)))
     return 0
 
 

@@ -4,11 +4,7 @@
     python -m trainer.timeline RUN/trace.json.gz       what each step did on the CPU and on the GPU
     python -m trainer.timeline STOCK OURS              two of them side by side; --json for programs
 
-    trace ── read ──▶ events ── split ──▶ Work, Work ... ── measure ──▶ Step, Step ... ── mean ──▶ table
-
-A step is an annotation `ProfilerStep#N`; a trace without one counts as one step. Work on the GPU belongs to the step
-that launched it, whenever it ran. A step lasts until its own last work on the GPU or CPU has ended, whichever is
-later, but no longer than to the next step's first work on the GPU; then the next one begins.
+    trace ── trainer.events ──▶ Work, Work ... ── measure ──▶ Step, Step ... ── summary ──▶ the mean step ──▶ table
 
 Guarantees: overlapping streams count once in busy time; nested operations count once in CPU time. What was called
 outside of every step, as while the profiler starts, is in no number.
@@ -21,15 +17,11 @@ from pipeline.interrupt import hear, quiet_imports
 if __name__ == "__main__":
     quiet_imports("\ninterrupted")
 
-import bisect
-import gzip
 import json
-import math
 import re
 import sys
-import zlib
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -38,24 +30,10 @@ from typing import Annotated, Any
 import tyro
 
 from pipeline.cli import refuse_repeats
-
-Event = dict[str, Any]
-Interval = tuple[float, float]
-
-RUNTIME = ("cuda_runtime", "cuda_driver")
-"""Categories of calls from the CPU into CUDA."""
-
-GPU = ("kernel", "gpu_memcpy", "gpu_memset")
-"""Categories of work on the GPU."""
+from trainer.events import SCALAR_READ, WAITS, Event, Interval, Work, interval, read, split, union
 
 KINDS = ("matrix", "attention", "delta rule", "other", "copies")
 """Of work on the GPU, as it is shown."""
-
-WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cuStreamSynchronize")
-"""Calls in which the CPU waits for the GPU."""
-
-SCALAR_READ = "aten::_local_scalar_dense"
-"""The operation behind `.item()`, `.tolist()` of one value, `if tensor`: on a GPU it waits."""
 
 PATTERNS = (
     ("copies", re.compile(r"^Mem(cpy|set)\b")),
@@ -108,119 +86,20 @@ class Step:
     """Number of waits and scalar reads by call and the operations around it, outermost first."""
 
 
-def read(path: Path) -> list[Event]:
-    """The events with a duration of a chrome trace, plain or gzipped.
-
-    Raises:
-        ValueError: it is no such file.
-    """
-    try:
-        raw = path.read_bytes()
-        found = json.loads(gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw)
-        events = found["traceEvents"] if isinstance(found, dict) else found
-        return [_checked(event) for event in events if event.get("ph") == "X"]
-    except (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError, RecursionError, zlib.error) as error:
-        raise ValueError(
-            f"{path} is no trace of torch's profiler ({type(error).__name__}: {error}). Pass what "
-            "export_chrome_trace wrote, for example with python -m trainer.train --trace 3"
-        ) from None
-
-
-def _checked(event: Event) -> Event:
-    """The event, if what is read of it is there and of its type."""
-    texts = isinstance(event["name"], str) and isinstance(event.get("cat", ""), str)
-    if not (texts and isinstance(event.get("args", {}), dict) and math.isfinite(event["ts"] + event.get("dur", 0))):
-        raise ValueError(f"an event at {event['ts']!r} is none of the profiler's")
-    return event
-
-
 def analyse(events: Sequence[Event]) -> list[Step]:
     """Every step of a trace, in order. A trace without work has none."""
     return [measure(work) for work in split(events)]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Work:
-    """The events of one step."""
-
-    window: Interval
-    """Its begin and end, microseconds of the trace's clock."""
-    ops: list[Event]
-    """Operations on the CPU."""
-    calls: list[Event]
-    """Calls into CUDA."""
-    gpu: list[Event]
-    """Kernels, copies and sets."""
-    waits: list[Event]
-    """Calls that wait and scalar reads, each with `where`: the operations around it."""
-
-
-def split(events: Sequence[Event]) -> list[Work]:
-    """The work of every step, in order; none where the trace has none."""
-    by_category: dict[str, list[Event]] = defaultdict(list)
-    for event in events:
-        by_category[event.get("cat", "")].append(event)
-    ops = by_category["cpu_op"]
-    calls = [event for name in RUNTIME for event in by_category[name]]
-    gpu = [event for name in GPU for event in by_category[name]]
-    if not (ops or calls or gpu):
-        return []
-    marks = sorted(
-        _interval(e) for e in by_category["user_annotation"] if str(e.get("name", "")).startswith("ProfilerStep")
-    ) or [(min(e["ts"] for e in [*ops, *calls, *gpu]), max(_interval(e)[1] for e in [*ops, *calls, *gpu]))]
-    named = [e for e in by_category["user_annotation"] if not str(e.get("name", "")).startswith("ProfilerStep")]
-    launched = {_correlation(e): float(e["ts"]) for e in calls if _correlation(e) is not None}
-    ops_of, calls_of = (_by_step(found, marks, lambda e: float(e["ts"])) for found in (ops, calls))
-    gpu_of = _by_step(gpu, marks, lambda e: launched.get(_correlation(e), float(e["ts"])))
-    windows = _windows(marks, gpu_of)
-    waits_of = _by_step(_waits(calls, ops, [*ops, *named]), marks, lambda e: float(e["ts"]))
-    return [
-        Work(window=windows[i], ops=ops_of[i], calls=calls_of[i], gpu=gpu_of[i], waits=waits_of[i])
-        for i in range(len(marks))
-    ]
-
-
-def _interval(event: Event) -> Interval:
-    return float(event["ts"]), float(event["ts"]) + float(event.get("dur", 0))
-
-
-def _correlation(event: Event) -> Any:
-    return event.get("args", {}).get("correlation")
-
-
-def _by_step(events: Iterable[Event], marks: list[Interval], when: Callable[[Event], float]) -> list[list[Event]]:
-    """Events by the step in whose annotation their time lies; those outside of any are left out."""
-    found: list[list[Event]] = [[] for _ in marks]
-    for event in events:
-        time = when(event)
-        index = bisect.bisect_right(marks, time, key=lambda mark: mark[0]) - 1
-        if index >= 0 and time <= marks[index][1]:
-            found[index].append(event)
-    return found
-
-
-def _windows(marks: list[Interval], gpu_of: list[list[Event]]) -> list[Interval]:
-    """Begin and end of each step, one after the other without overlap."""
-    windows: list[Interval] = []
-    begin = marks[0][0]
-    for i, (_, end) in enumerate(marks):
-        last = max((_interval(e)[1] for e in gpu_of[i]), default=end)
-        if i + 1 < len(marks) and gpu_of[i + 1]:
-            end = min(end, min(_interval(e)[0] for e in gpu_of[i + 1]))
-        windows.append((begin, max(end, last, begin)))
-        begin = windows[-1][1]
-    return windows
-
-
 def measure(work: Work) -> Step:
     """The figures of one step."""
     window, ops, calls, gpu = work.window, work.ops, work.calls, work.gpu
-    busy = union(_interval(event) for event in gpu)
-    edges = [window[0], *(t for interval in busy for t in interval), window[1]]
+    busy = union(interval(event) for event in gpu)
+    edges = [window[0], *(t for span in busy for t in span), window[1]]
     gaps = [max(0.0, edges[i + 1] - edges[i]) for i in range(0, len(edges), 2)]
     threads: dict[Any, list[Interval]] = defaultdict(list)
     for event in [*ops, *calls]:
-        threads[event.get("tid")].append(_interval(event))
+        threads[event.get("tid")].append(interval(event))
     kernels: dict[str, tuple[float, int]] = {}
     kinds: dict[str, float] = defaultdict(float)
     for event in gpu:
@@ -248,46 +127,10 @@ def measure(work: Work) -> Step:
     )
 
 
-def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same time without overlaps: (0, 2) (1, 3) (5, 6) -> (0, 3) (5, 6)."""
-    merged: list[list[float]] = []
-    for begin, end in sorted(intervals):
-        if merged and begin <= merged[-1][1]:
-            merged[-1][1] = max(merged[-1][1], end)
-        else:
-            merged.append([begin, end])
-    return [(begin, end) for begin, end in merged]
-
-
 @lru_cache(maxsize=4096)  # a trace has tens of thousands of kernels under some hundred names
 def kind(kernel: str) -> str:
     """One of ``KINDS``, by the name of a kernel, copy or set."""
     return next((name for name, pattern in PATTERNS if pattern.search(kernel)), "other")
-
-
-def _waits(calls: list[Event], ops: list[Event], around: list[Event]) -> list[Event]:
-    """Waiting calls and scalar reads, each with `where`: the operations around it, outermost first."""
-    found = [e for e in calls if e["name"] in WAITS] + [e for e in ops if e["name"] == SCALAR_READ]
-    threads: dict[Any, list[tuple[Interval, str]]] = defaultdict(list)
-    for event in around:
-        threads[event.get("tid")].append((_interval(event), event["name"]))
-    located = []
-    open_ops: dict[Any, list[tuple[Interval, str]]] = defaultdict(list)
-    position: dict[Any, int] = defaultdict(int)
-    for spans in threads.values():
-        spans.sort(key=lambda span: (span[0][0], -span[0][1]))
-    for event in sorted(found, key=lambda e: (str(e.get("tid")), float(e["ts"]))):
-        tid, (begin, end) = event.get("tid"), _interval(event)
-        spans, stack = threads[tid], open_ops[tid]
-        while position[tid] < len(spans) and spans[position[tid]][0][0] <= begin:
-            span = spans[position[tid]]
-            while stack and stack[-1][0][1] < span[0][1]:
-                stack.pop()  # ended before this one, or cannot hold it
-            stack.append(span)
-            position[tid] += 1
-        chain = [name for (first, last), name in stack if first <= begin and last >= end and name != event["name"]]
-        located.append({**event, "where": " > ".join([*chain, event["name"]])})
-    return located
 
 
 def summary(steps: Sequence[Step], *, top: int = 12) -> dict[str, Any]:

@@ -21,29 +21,28 @@ if __name__ == "__main__":
 import contextlib
 import dataclasses
 import math
-import shlex
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 import tyro
-from torch import Tensor
 
 from pipeline.cli import refuse_repeats
 from pipeline.shards import PackedDataset
-from trainer import adapters, checkpoint, hub, lora, memory, record, trackers, weights
+from trainer import checkpoint, lora, memory, record, trackers, weights
 from trainer.batches import Prefetch, Reader, StepBatches
+from trainer.flops import Work, peak_flops
 from trainer.inputs import Inputs, prepare
 from trainer.kernels import Kernels, select
 from trainer.liveline import LiveLine
-from trainer.metrics import Metrics, Work, duration, peak_flops
+from trainer.metrics import Metrics, duration
 from trainer.model import Qwen3_5ForCausalLM
 from trainer.optimizer import make_optimizer, masters
+from trainer.outputs import finish
 from trainer.plan import Cursor
-from trainer.report.log import CONFIG, METRICS, TRACE
+from trainer.report.log import METRICS, TRACE
 from trainer.settings import STEPS_BEFORE_TRACE, Settings
 from trainer.step import DivergedError, Precision, evaluate, learning_rate, require_finite, train_step
 from trainer.tracing import tracer
@@ -273,12 +272,13 @@ def loop(
         prune(inputs, last=step)
     if step > first:
         metrics.say(f"{step - first} steps, {tokens:,} tokens of documents in {duration(time.perf_counter() - begun)}")
-    if world.device.type == "cuda":
-        say_peak(inputs, metrics)
+    say_peak(inputs, metrics)
 
 
 def say_peak(inputs: Inputs, metrics: Metrics) -> None:
-    """Compare the GPU memory that was taken with what was estimated."""
+    """Compare a GPU's memory that was taken with what was estimated."""
+    if inputs.world.device.type != "cuda":
+        return
     found, expected = torch.cuda.max_memory_allocated(inputs.world.device), inputs.estimate.num_bytes
     metrics.say(f"most memory {found / memory.GIB:.2f} GiB, estimated {expected / memory.GIB:.2f}")
 
@@ -371,41 +371,6 @@ def prune(inputs: Inputs, *, last: int) -> None:
     """Remove checkpoints that are too old."""
     if inputs.world.rank == 0:
         checkpoint.prune(inputs.out, keep=inputs.settings.keep, last=last)
-
-
-# --------------------------------------------------------------------------------------------- 4. export
-
-
-def finish(inputs: Inputs, model: Qwen3_5ForCausalLM, wide: Mapping[Tensor, Tensor]) -> None:
-    """Export the model or its adapter and say where everything lies; ``wide`` are the parameters' fp32 masters."""
-    exported = inputs.out / ("export" if inputs.settings.method == "full" else "adapter")
-    on_rank_0(inputs.world, lambda: export(inputs, model, wide, exported))
-    say(
-        inputs.world,
-        f"done\n  metrics      {inputs.out / METRICS}\n  checkpoints  {inputs.out / 'checkpoints'}\n"
-        f"  record       {inputs.out / CONFIG}\n  {exported.name:<11}  {exported}",
-    )
-    if inputs.settings.method == "lora" and inputs.source is not None:
-        places = {"--adapter": exported, "--source": inputs.source, "--out": inputs.out / "export"}
-        options = shlex.join(str(word) for option in places.items() for word in option)
-        merge = f"python -m trainer.adapters merge {options}"
-        say(inputs.world, f"The adapter merged into the original weights:\n  {merge}")
-
-
-def export(inputs: Inputs, model: Qwen3_5ForCausalLM, wide: Mapping[Tensor, Tensor], out: Path) -> None:
-    """Write a Hugging Face folder of all weights, or a PEFT folder of the adapter."""
-    settings, tokenizer = inputs.settings, inputs.dataset.path / "tokenizer"
-    eos_token_ids = inputs.dataset.manifest.recipe["tokenizer"]["eos_token_ids"]
-    if settings.method == "full":
-        weights.export(
-            out, model=model, source=inputs.source, tokenizer_dir=tokenizer, eos_token_ids=eos_token_ids, masters=wide
-        )  # fmt: skip
-    else:
-        base, revision = hub.parse(str(settings.model)) if inputs.source else (None, None)
-        adapters.export(
-            out, model=model, source=inputs.source, rank=settings.lora_rank, alpha=settings.lora_alpha,
-            tokenizer_dir=tokenizer, eos_token_ids=eos_token_ids, base=base, revision=revision,
-        )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -15,8 +15,9 @@ import numpy as np
 
 from pipeline.page import Markup, element, figure, table
 from pipeline.page.scales import linear
+from trainer.events import Event, Interval, Work, union
 from trainer.report.log import Floats
-from trainer.timeline import KINDS, UNNAMED, Event, Interval, Work, kind, union
+from trainer.timeline import KINDS, UNNAMED, kind
 
 LANES = {"CPU": 6, "matrix": 1, "attention": 2, "delta rule": 3, "other": 7, "copies": 5, "idle": 8}
 """Lanes from top to bottom, and the colour of each."""

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.page import Markup, element, facts, section, table
-from trainer import timeline
+from trainer import events, timeline
 from trainer.report.charts import roomy, side_by_side, unbroken
 from trainer.report.lanes import Lanes, draw, picture
 
@@ -43,7 +43,7 @@ def load(path: Path, *, name: str) -> Trace:
     Raises:
         ValueError: it is none, or holds no work.
     """
-    works = timeline.split(timeline.read(path))
+    works = events.split(events.read(path))
     if not works:
         raise ValueError(f"{path} has no operation and no kernel in it: was the profiler given activities?")
     steps = [timeline.measure(work) for work in works]

@@ -14,6 +14,7 @@ import torch
 
 from tests.tiny import tiny_config
 from trainer import metrics as module
+from trainer.batches import StepBatches
 from trainer.flops import PEAK, Work, hardware_flops, model_flops
 from trainer.liveline import LiveLine
 from trainer.metrics import Metrics, duration
@@ -160,6 +161,22 @@ def test_progress_in_a_file_is_a_whole_line_every_ten_seconds_and_at_the_end(tmp
     assert third.endswith("  4s left")  # 13 seconds for 3 steps, what came between them too
     assert fourth.endswith("  0s left")
     assert "\r" not in stream.getvalue()
+
+
+def test_an_evaluation_counts_its_rows_and_leaves_nothing_behind(tmp_path: Path, clock: Clock) -> None:
+    def source() -> Iterator[StepBatches]:
+        for number in range(4):
+            clock.now += 6.0
+            yield StepBatches(rows=tuple(range(100 * number, 100 * number + 100)), doc_ids=(), micro=())
+
+    for path in (tmp_path / "m.jsonl", None):
+        stream = io.StringIO()
+        with Metrics(path, step=0, total_steps=4, line=LiveLine(stream)) as metrics:
+            found = list(metrics.evaluating(source(), num_rows=400))
+        assert [batches.rows[0] for batches in found] == [0, 100, 200, 300]
+        # After 6, 12, 18 and 24 seconds, the rows before them done.
+        expected = ["evaluating row 0/400", "evaluating row 200/400  18s left"]
+        assert stream.getvalue().splitlines() == (expected if path else [])
 
 
 def test_what_an_interrupted_run_has_reached_is_printed(tmp_path: Path, clock: Clock) -> None:

@@ -183,6 +183,31 @@ def test_resuming_a_finished_run_says_that_nothing_is_left(
     assert json.loads((out / "config.json").read_text())["total_steps"] == 3, "not fewer than are done"
 
 
+def test_where_nothing_is_left_to_train_a_smaller_keep_still_counts(base: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    assert run(base, out, "--steps", "3", "--save-every", "1", "--keep", "3") == 0
+    assert [checkpoint.step_of(path) for path in checkpoint.steps(out)] == [1, 2, 3]
+    assert run(base, out, "--steps", "3", "--save-every", "1", "--keep", "1", "--resume") == 0
+    assert [checkpoint.step_of(path) for path in checkpoint.steps(out)] == [3]
+
+
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_an_export_that_may_not_be_replaced_is_refused_before_the_first_step(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], method: str
+) -> None:
+    out, words = tmp_path / "run", ("--method", method, "--schedule", "constant")
+    assert run(base, out, *words, "--steps", "2") == 0
+    (notes,) = [folder / "README.md" for folder in (out / "export", out / "adapter") if folder.exists()]
+    notes.write_text("mine")
+    before = metrics(out)
+    assert run(base, out, *words, "--steps", "4", "--resume") == 2
+    assert f"{notes.parent} exists and is not an" in capsys.readouterr().err
+    assert (metrics(out), notes.read_text()) == (before, "mine")
+    notes.unlink()
+    assert run(base, out, *words, "--steps", "4", "--resume") == 0
+    assert len(metrics(out)) == 4
+
+
 def test_the_base_of_adapters_may_have_been_moved(
     base: Path, uninterrupted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -62,6 +62,15 @@ class LiveLine:
         if renewed:
             self._show()
 
+    def clear(self) -> None:
+        """Take the line away; what was not shown yet is not shown any more."""
+        self._parts, self._pending = (), False
+        self._leave_wrapped()
+        if self._shown:
+            self._stream.write(f"\r{' ' * self._shown}\r")
+            self._stream.flush()
+            self._shown = 0
+
     def close(self) -> None:
         """Show what is not shown yet and end the line."""
         if self._pending:

@@ -27,6 +27,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TextIO, TypeVar
 
+from trainer.batches import StepBatches
 from trainer.flops import Work
 from trainer.liveline import LiveLine
 from trainer.memory import GIB
@@ -106,6 +107,23 @@ class Metrics:
             self.say(f"step {result.step}: none of its rows has a target; nothing was updated")
         if self._file is not None:
             self._line.renew(self._parts(result, rate, figures), last=result.step == self._total_steps)
+
+    def evaluating(self, source: Iterable[StepBatches], *, num_rows: int) -> Iterator[StepBatches]:
+        """The items of an evaluation of ``num_rows`` rows; the live line counts them and is gone afterwards."""
+        begun, done = time.perf_counter(), 0
+        try:
+            for batches in source:
+                if self._file is not None:
+                    left = (time.perf_counter() - begun) / done * (num_rows - done) if done else None
+                    self._line.renew([
+                        f"evaluating row {done:,}/{num_rows:,}",
+                        *([] if left is None else [f"{duration(left)} left"]),
+                    ])  # fmt: skip
+                yield batches
+                done += len(batches.rows)
+        finally:
+            if self._file is not None:
+                self._line.clear()
 
     def evaluation(self, *, step: int, loss: float | None) -> None:
         """Write the line of an evaluation."""

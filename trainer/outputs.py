@@ -14,10 +14,23 @@ from pathlib import Path
 from torch import Tensor
 
 from trainer import adapters, hub, weights
+from trainer.exports import refuse_replacing
 from trainer.inputs import Inputs
 from trainer.model import Qwen3_5ForCausalLM
 from trainer.report.log import CONFIG, METRICS
 from trainer.world import on_rank_0, say
+
+
+def exported(inputs: Inputs) -> Path:
+    """The folder that the run leaves."""
+    return inputs.out / ("export" if inputs.settings.method == "full" else "adapter")
+
+
+def require_replaceable(inputs: Inputs) -> None:
+    """Raise ValueError where the folder may not be replaced: before the first step, not after the last."""
+    what, tensors = ("export", weights.FILES) if inputs.settings.method == "full" else ("adapter", adapters.TENSORS)
+    needed = [] if inputs.source is None else [inputs.source]
+    refuse_replacing(exported(inputs), what=what, tensors=tensors, needed=needed)
 
 
 def finish(inputs: Inputs, model: Qwen3_5ForCausalLM, masters: Mapping[Tensor, Tensor]) -> None:
@@ -26,15 +39,15 @@ def finish(inputs: Inputs, model: Qwen3_5ForCausalLM, masters: Mapping[Tensor, T
     Raises:
         ValueError: on all ranks, where the folder may not be replaced, or the disk does not take it.
     """
-    exported = inputs.out / ("export" if inputs.settings.method == "full" else "adapter")
-    on_rank_0(inputs.world, lambda: _export(inputs, model, masters, exported))
+    out = exported(inputs)
+    on_rank_0(inputs.world, lambda: _export(inputs, model, masters, out))
     say(
         inputs.world,
         f"done\n  metrics      {inputs.out / METRICS}\n  checkpoints  {inputs.out / 'checkpoints'}\n"
-        f"  record       {inputs.out / CONFIG}\n  {exported.name:<11}  {exported}",
+        f"  record       {inputs.out / CONFIG}\n  {out.name:<11}  {out}",
     )
     if inputs.settings.method == "lora" and inputs.source is not None:
-        places = {"--adapter": exported, "--source": inputs.source, "--out": inputs.out / "export"}
+        places = {"--adapter": out, "--source": inputs.source, "--out": inputs.out / "export"}
         options = shlex.join(str(word) for option in places.items() for word in option)
         merge = f"python -m trainer.adapters merge {options}"
         say(inputs.world, f"The adapter merged into the original weights:\n  {merge}")

@@ -40,7 +40,7 @@ from trainer.liveline import LiveLine
 from trainer.metrics import Metrics, duration
 from trainer.model import Qwen3_5ForCausalLM
 from trainer.optimizer import make_optimizer, masters
-from trainer.outputs import finish
+from trainer.outputs import finish, require_replaceable
 from trainer.plan import Cursor
 from trainer.report.log import METRICS, TRACE
 from trainer.settings import STEPS_BEFORE_TRACE, Settings
@@ -84,6 +84,7 @@ def train(inputs: Inputs) -> None:
     kernels = select(world.device, accept_slow=settings.accept_slow_kernels)
     prove(kernels, world.device)
     with hold_folder(inputs):
+        on_rank_0(world, lambda: require_replaceable(inputs))
         found = begin_record(inputs, kernels)
         try:
             torch.manual_seed(settings.seed)  # nothing draws from it yet; checkpoints hold its state
@@ -225,6 +226,7 @@ def fit(inputs: Inputs, model: Qwen3_5ForCausalLM, found: dict[str, Any]) -> tor
     total_steps = step + inputs.plan.steps_left(rows_seen=cursor.rows_seen)
     if step == total_steps and settings.resume:
         say(inputs.world, f"nothing is left to train: all {total_steps} steps are done")
+        prune(inputs, last=step)  # --keep may be smaller by now
     compile_kernels(inputs, model, rows_seen=cursor.rows_seen)
     with open_metrics(inputs, step=step, total_steps=total_steps) as metrics:
         loop(inputs, model, optimizer, cursor, metrics, step=step, total_steps=total_steps)
@@ -332,7 +334,8 @@ def evaluate_all(inputs: Inputs, model: Qwen3_5ForCausalLM, metrics: Metrics, *,
     read = reader(inputs, inputs.eval_dataset).read
     source: Iterator[StepBatches] = (read(rows[i : i + at_once]) for i in range(0, len(rows), at_once))
     with Prefetch(source) as prefetched:
-        loss = evaluate(model, prefetched, device=inputs.world.device)
+        counted = metrics.evaluating(prefetched, num_rows=len(rows))
+        loss = evaluate(model, counted, device=inputs.world.device)
     if loss is not None and not math.isfinite(loss):
         raise DivergedError(f"step {step}: the loss of the evaluation is {loss}, not finite.")
     metrics.evaluation(step=step, loss=loss)

@@ -38,6 +38,9 @@ GENERATION = "generation_config.json"
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
+FILES = "model*.safetensors"
+"""Names of the files with an export's tensors."""
+
 SHARD_BYTES = 4 * 10**9
 """Largest file of an export; a single tensor above it has a file of its own."""
 
@@ -213,7 +216,7 @@ def write_checkpoint(
 
     Raises ValueError where `out` is something else than an export of ours, or holds a folder that is `needed`.
     """
-    refuse_replacing(out, what="export", tensors="model*.safetensors", needed=needed)
+    refuse_replacing(out, what="export", tensors=FILES, needed=needed)
     with publishing(out) as temporary:
         _write_shards(temporary, tensors(), shard_bytes)
         companions(temporary)

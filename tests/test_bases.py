@@ -32,6 +32,27 @@ def pair(tmp_path: Path) -> tuple[Path, Path]:
     return source, write_adapter(tmp_path / "adapter", source)
 
 
+@pytest.mark.parametrize("command", ["merge", "text"])
+def test_where_no_adapter_lies_it_is_said_what_to_pass(
+    tmp_path: Path, pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    command: str,
+) -> None:  # fmt: skip
+    source, adapter = pair
+    (tmp_path / "a file").touch()
+    folder = "the folder with adapter_config.json, such as RUN/adapter"
+    for place, what in (
+        (adapter.parent, f"{adapter}, where one lies"),
+        (source, folder), (tmp_path / "nowhere", folder), (tmp_path / "a file", folder),
+    ):  # fmt: skip
+        words = ["--adapter", str(place), "--out", str(tmp_path / "out")]
+        words += ["--source", str(source)] if command == "merge" else []
+        monkeypatch.setattr(sys, "argv", ["adapters", command, *words])
+        assert adapters.main() == 2
+        lacking = "no adapter lies there, it has no adapter_config.json"
+        assert capsys.readouterr().err == f"error: --adapter {place}: {lacking}. Pass {what}\n"
+    assert not (tmp_path / "out").exists()
+
+
 def retouched(source: Path, out: Path, change: Any) -> Path:
     """A copy of a checkpoint in one file, its floating tensors changed."""
     out.mkdir()

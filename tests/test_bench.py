@@ -205,6 +205,15 @@ def test_padded_rungs_count_every_batch_and_scale_operations_of_the_fewest_layer
     assert value(found, "stock_padded_document_share") == 0.9
 
 
+@pytest.mark.usefixtures("_flops")
+def test_no_more_layers_are_computed_again_than_the_model_has() -> None:
+    config = tiny_config(num_hidden_layers=64)
+    result = {"runs": [measured(64, [2.0])], "device": "cuda", "recompute": 80}
+    assert value(ladder.figures("lora_bf16", result, config), "lora_bf16_hardware_mfu") == pytest.approx(2 / 2)
+    said = ladder.notes(config, {"lora_bf16": result, "full_bf16": {"recompute": 0}}, "")
+    assert "Layers computed again in the backward pass: lora_bf16 64. " in said
+
+
 def test_one_number_of_layers_gives_no_rate() -> None:
     result = {"runs": [measured(4, [0.2])], "device": "cpu"}
     assert list(ladder.figures("full_bf16", result, tiny_config(num_hidden_layers=64))) == ["full_bf16_peak_gib"]

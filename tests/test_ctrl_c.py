@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from trainer import adapters, bench, doctor, timeline
+from trainer import adapters, bench, demo, doctor, timeline
 
 
 def interrupted(*_: Any, **__: Any) -> None:
@@ -18,6 +18,7 @@ COMMANDS: dict[str, tuple[Any, str, list[str], Callable[[], int]]] = {
     "doctor": (doctor, "_examine_all", ["--device", "cpu"], lambda: doctor.main(sys.argv[1:])),
     "timeline": (timeline, "read", ["trace.json"], lambda: timeline.main(sys.argv[1:])),
     "adapters": (adapters, "merge", ["merge", "--source", ".", "--adapter", ".", "--out", "merged"], adapters.main),
+    "demo": (demo, "final_loss", [".", "--shards", ".", "--eval-shards", "."], demo.main),
     "bench": (bench, "run_ladder", ["ladder", "--shards", "."], lambda: bench.main(sys.argv[1:])),
 }
 """Module, what is at work in it when Ctrl-C comes, arguments, how it is called."""

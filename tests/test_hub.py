@@ -111,9 +111,27 @@ def test_what_was_downloaded_serves_without_a_network(base: Path, tmp_path: Path
     asked = len(there.asked)
     assert run(base, tmp_path / "run", "--model", TINY, "--steps", "1") == 0
     assert settings(tmp_path / "run")["model"] == f"{TINY}@{ONE}"
-    with pytest.raises(ValueError, match=r"--model o/other: http://127\.0\.0\.1.* cannot be reached.*random:SIZE"):
-        hub.pin("o/other")
     assert len(there.asked) == asked
+
+
+@pytest.mark.parametrize("get", [hub.pin, hub.weights_folder])
+def test_without_a_network_it_is_said_why_and_what_to_pass_but_not_how_to_call_the_client(
+    models: Models, get: Callable[[str], object]
+) -> None:
+    _, unplug = models
+    unplug()
+    cause = r"http://127\.0\.0\.1:\d+ cannot be reached \(.*Connection refused.*\)"
+    words = rf"^--model o/other: {cause}, and the local cache does not hold it\. Pass a folder .*random:SIZE as well\)$"
+    with pytest.raises(ValueError, match=words) as told:
+        get("o/other")
+    assert "local_files_only" not in str(told.value)
+
+
+def test_what_the_hub_says_of_a_file_that_it_lacks_is_kept(models: Models, tmp_path: Path) -> None:
+    there, _ = models
+    there.models["o/empty"] = {ONE: tmp_path}
+    with pytest.raises(ValueError, match=r"^--model o/empty: neither http://.* gave it \(.*404 .*\)\. Pass a folder"):
+        hub.pin("o/empty")
 
 
 def test_names_revisions_and_what_the_hub_does_not_have(base: Path, models: Models) -> None:
@@ -140,7 +158,7 @@ def test_a_commit_that_the_hub_has_no_more_is_taken_from_the_cache(base: Path, t
     there.models[TINY] = {TWO: base / TWO}
     assert run(base, tmp_path / "run", *words, "--steps", "2", "--resume") == 0
     assert settings(tmp_path / "run")["model"] == f"{TINY}@{ONE}"
-    with pytest.raises(ValueError, match="does not hold it any more, and neither does the local cache"):
+    with pytest.raises(ValueError, match="does not hold this commit any more, and the local cache does not hold it"):
         hub.pin(f"{TINY}@{'3' * 40}")
 
 

@@ -1,4 +1,4 @@
-"""Traces on a run's page: four tables, the picture of a step, before and after."""
+"""Traces on a run's page: five tables, the picture of a step, before and after."""
 
 import gzip
 import json
@@ -121,11 +121,13 @@ DISTINCT = {
                   "waits for the GPU": "2", "values read": "3"},
     "GPU time, ms": {"busy": "33.0", "idle": "67.0", "longest gap": "35.0", "matrix": "12.0", "attention": "3.0",
                      "delta rule": "6.0", "other": "7.0", "copies": "5.0"},
+    "GPU time, shares": {"busy, of the step": "33.0%", "matrix, of all kinds": "36.4%",
+                         "attention, of all kinds": "9.1%"},
     "GPU operations": {"all": "6", "kernels": "4", "copies to the host": "1"},
 }  # fmt: skip
 
 
-def test_every_row_of_the_four_tables_is_the_number_it_is_named_after(
+def test_every_row_of_the_five_tables_is_the_number_it_is_named_after(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = save(tmp_path / "t.json.gz", distinct())
@@ -143,7 +145,7 @@ def test_it_is_said_below_picture_and_tables_what_no_kernels_name_tells(folder: 
     assert page.count(f'<p class="note">{timeline.UNNAMED}</p>'.replace("'", "&#x27;")) == 1
 
 
-def test_the_four_tables_hold_what_trainer_timeline_prints(
+def test_the_five_tables_hold_what_trainer_timeline_prints(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = save(tmp_path / "before.json.gz", slower(two_steps()))
@@ -164,6 +166,7 @@ def test_the_four_tables_hold_what_trainer_timeline_prints(
     assert found["GPU time, ms"][1:4] == [row("busy", "gpu_busy_ms", "{:,.1f}"), row("idle", "gpu_idle_ms", "{:,.1f}"),
                                           row("longest gap", "largest_gap_ms", "{:,.1f}")]  # fmt: skip
     assert found["GPU time, ms"][4] == row("matrix", "kind_ms", "{:,.1f}", kind="matrix")
+    assert found["GPU time, shares"][2] == row("matrix, of all kinds", "matrix_share", "{:.1%}")
     assert found["GPU operations"][1] == row("all", "num_gpu_ops", "{:,.0f}")
     assert found["Kernels by time: after"][1] == ["50.0", "71.4%", "2", "matrix", "nvjet_gemm"]
     assert len(found["Time of each lane in that step"]) == 1 + len(LANES)

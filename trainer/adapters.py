@@ -256,7 +256,9 @@ def _peft_config(prefix: str, *, rank: int, alpha: float, base: str | None, revi
 
 
 def _read_config(adapter: Path) -> dict[str, Any]:
-    """A plain LoRA's configuration. Raises ValueError for one that is computed in another way, or that we do not know.
+    """A plain LoRA's configuration.
+
+    Raises ValueError where there is none, and for one that is computed in another way, or that we do not know.
 
     Some ways of initializing change the base model's weights as well, so their names matter.
     """
@@ -264,6 +266,11 @@ def _read_config(adapter: Path) -> dict[str, Any]:
     try:
         config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         whole, finite = config["r"] >= 1 and type(config["r"]) is int, math.isfinite(config["lora_alpha"])
+    except (FileNotFoundError, NotADirectoryError):
+        below = adapter / "adapter"  # where a run has it, whose own folder is easily passed instead
+        there = (below / CONFIG).is_file()
+        where = f"{below}, where one lies" if there else f"the folder with {CONFIG}, such as RUN/adapter"
+        raise ValueError(f"--adapter {adapter}: no adapter lies there, it has no {CONFIG}. Pass {where}") from None
     except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
         raise ValueError(f"{file}: not an adapter's configuration ({error!r})") from error
     initial = config.get("init_lora_weights")

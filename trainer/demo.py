@@ -5,6 +5,11 @@
 The export is loaded by transformers, as any other program would load it.
 """
 
+from pipeline.interrupt import hear, quiet_imports
+
+if __name__ == "__main__":
+    quiet_imports("\ninterrupted")
+
 import json
 import os
 import sys
@@ -20,6 +25,7 @@ import tyro
 
 from pipeline.cli import refuse_repeats
 from pipeline.shards import PackedDataset
+from trainer.report import log
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,9 +68,22 @@ def _target_counts(dataset: PackedDataset, size: int) -> npt.NDArray[np.int64]:
 
 
 def final_loss(run: Path) -> float:
-    """The last evaluation loss of a run."""
-    lines = (json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines())
-    return float([line["eval_loss"] for line in lines if "eval_loss" in line][-1])
+    """The last evaluation loss of a run. Raises ValueError for what is no run, or one that was not evaluated."""
+    losses = log.read(run).eval_loss
+    if not losses.size:
+        raise ValueError(f"{run / log.METRICS} has no evaluation, so no loss to compare. Train it with --eval-shards")
+    return float(losses[-1])
+
+
+def find_export(run: Path) -> Path:
+    """The model that a run exported. Raises ValueError where there is none."""
+    export = run / "export"
+    if not (export / "config.json").is_file():
+        raise ValueError(
+            f"{export} holds no model, so nothing can complete the sentence: the run has not finished, or trained "
+            "adapters, which are in adapter/. Go on with --resume, or train every weight with --method full"
+        )
+    return export
 
 
 def complete(export: Path, question: str, sentence: str, *, max_new_tokens: int) -> str:
@@ -102,13 +121,13 @@ def write_record(settings: Settings, figures: dict[str, tuple[float, str]]) -> P
     return path
 
 
-def main() -> int:
-    """The command line. Returns the exit status: 0, or 1 if the model is no better than guessing."""
-    settings = tyro.cli(Settings, prog="python -m trainer.demo")
-    refuse_repeats(Settings)
+def show(settings: Settings) -> bool:
+    """Print it all; whether the model is better than guessing.
+
+    Raises ValueError or OSError for a run, an export or a dataset that cannot be used.
+    """
+    loss, export = final_loss(settings.run), find_export(settings.run)  # both fail at once, counting takes a while
     guess = guessing_loss(PackedDataset.open(settings.shards), PackedDataset.open(settings.eval_shards))
-    loss = final_loss(settings.run)
-    export = settings.run / "export"
     completion = complete(export, settings.question, settings.sentence, max_new_tokens=settings.max_new_tokens)
     print(f"\nheld-out loss   {loss:.3f} nats a target; guessing by token frequency {guess:.3f}")
     print(f"the user asks   {settings.question}")
@@ -120,7 +139,25 @@ def main() -> int:
     if settings.record_dir is not None:
         figures = {"eval_loss": (loss, "nats a target"), "guessing_loss": (guess, "nats a target")}
         print(f"record          {write_record(settings, figures)}")
-    return 0 if loss < guess else 1
+    return loss < guess
+
+
+def main() -> int:
+    """The command line.
+
+    Returns the exit status: 0, 1 if the model is no better than guessing, 2 for what cannot be used, 130 after Ctrl-C.
+    """
+    hear()
+    settings = tyro.cli(Settings, prog="python -m trainer.demo")
+    refuse_repeats(Settings)
+    try:
+        return 0 if show(settings) else 1
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        return 130
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import huggingface_hub
-from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
+from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError
 
 HUB_ID = re.compile(r"([\w.-]+/[\w.-]+?)(?:@([\w./-]+))?")
 """OWNER/NAME, or OWNER/NAME@REVISION."""
@@ -119,18 +119,21 @@ def _fetch(spec: str, get: Callable[[str, str | None, bool], str], *, flag: str 
     for the branch, and needs that without a network.
     """
     name, revision = parse(spec, flag=flag)
-    offline = not _reachable(name, revision, flag)
+    obstacle = _obstacle(name, revision, flag)
     try:
-        return Path(get(name, revision, offline))
+        return Path(get(name, revision, obstacle is not None))
     except OSError as error:
+        if obstacle is not None and isinstance(error, LocalEntryNotFoundError):
+            # The client's own text advises to call it with other arguments, which nobody can do from here.
+            raise ValueError(f"{flag} {spec}: {obstacle}, and the local cache does not hold it. {ADVICE}") from error
         raise ValueError(
-            f"{flag} {spec}: {huggingface_hub.constants.ENDPOINT} cannot be reached, or does not hold it any more, and "
-            f"neither does the local cache ({error}). {ADVICE}"
+            f"{flag} {spec}: neither {huggingface_hub.constants.ENDPOINT} nor the local cache gave it "
+            f"({_one_line(error)}). {ADVICE}"
         ) from error
 
 
-def _reachable(name: str, revision: str | None, flag: str) -> bool:
-    """Whether the hub answers, and holds this; a commit that it has no more may still be in the cache.
+def _obstacle(name: str, revision: str | None, flag: str) -> str | None:
+    """Why the cache alone can hold this: the hub does not answer, or has the commit no more. None where it has it.
 
     Raises ValueError for a repository, a branch or a tag that does not exist, or that needs a login.
     """
@@ -143,8 +146,12 @@ def _reachable(name: str, revision: str | None, flag: str) -> bool:
         ) from error
     except RevisionNotFoundError as error:
         if is_commit(revision):
-            return False
+            return f"{huggingface_hub.constants.ENDPOINT} does not hold this commit any more"
         raise ValueError(f"{flag} {name}@{revision}: the hub has this model, but no such revision of it") from error
-    except (OSError, huggingface_hub.errors.HTTPError):  # type: ignore[attr-defined]
-        return False
-    return True
+    except (OSError, huggingface_hub.errors.HTTPError) as error:  # type: ignore[attr-defined]
+        return f"{huggingface_hub.constants.ENDPOINT} cannot be reached ({_one_line(error)})"
+    return None
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__

@@ -112,7 +112,7 @@ def _utilisation(name: str, result: dict[str, Any], config: ModelConfig, seconds
         num_tokens=round(_mean(steps, "slots")),
         sum_squared_lengths=round(_mean(steps, "slots_sum_squared_lengths")),
         method=rung.method,
-        recompute_layers=min(result.get("recompute", 0), config.num_hidden_layers),
+        recompute_layers=_recomputed(result, config),
         tokens_without_head=round(_mean(steps, "slots") - _mean(steps, "targets")) if rung.ours else 0,
     )
     unit = f"of {flops.PEAK / 1e12:.0f} TFLOP/s, {how}"
@@ -120,6 +120,11 @@ def _utilisation(name: str, result: dict[str, Any], config: ModelConfig, seconds
         f"{name}_mfu": {"value": round(useful / seconds / flops.PEAK, 4), "unit": unit},
         f"{name}_hardware_mfu": {"value": round(done / seconds / flops.PEAK, 4), "unit": unit + ", all work done"},
     }
+
+
+def _recomputed(result: dict[str, Any], config: ModelConfig) -> int:
+    """Layers of the whole model that are computed again; a result has as many as were asked for, which may be more."""
+    return min(int(result.get("recompute", 0)), config.num_hidden_layers)
 
 
 def _operations(name: str, runs: Sequence[Run], target: int) -> Figures:
@@ -171,20 +176,16 @@ def table(record: dict[str, Any]) -> str:
     return "\n".join([*lines, "", record["notes"]])
 
 
-def _recomputed(rungs: dict[str, dict[str, Any]]) -> str:
-    found = ", ".join(f"{name} {r['recompute']}" for name, r in rungs.items() if r.get("recompute"))
-    return f"Layers computed again in the backward pass: {found}." if found else ""
-
-
 def notes(config: ModelConfig, rungs: dict[str, dict[str, Any]], extra: str) -> str:
     """What a reader has to know of the figures."""
     layers = sorted({run["layers"] for result in rungs.values() for run in result.get("runs", [])})
+    again = ", ".join(f"{name} {num}" for name, r in rungs.items() if (num := _recomputed(r, config)))
     padded = ", ".join(f"{name} {r['padded_documents']}" for name, r in rungs.items() if "padded_documents" in r)
     parts = [
         f"Random weights at the width of {config.hidden_size}; measured at {' and '.join(map(str, layers))} layers and "
         f"extrapolated along a straight line to {config.num_hidden_layers} where that was not measured itself "
         "(GPU operations of rungs on torch's fallbacks: in proportion from the fewest layers).",
-        _recomputed(rungs),
+        f"Layers computed again in the backward pass: {again}." if again else "",
         "fused_packed_stock: transformers has no variable-length attention without another package, so its attention "
         "runs over a dense mask of the whole row."
         if "fused_packed_stock" in rungs

@@ -181,11 +181,15 @@ TABLES = (
         ("busy", "gpu_busy_ms"), ("idle", "gpu_idle_ms"), ("longest gap", "largest_gap_ms"),
         *((kind, f"kind_ms.{kind}") for kind in KINDS),
     )),
+    ("GPU time, shares", "{:.1%}", (
+        ("busy, of the step", "gpu_busy_share"), ("matrix, of all kinds", "matrix_share"),
+        ("attention, of all kinds", "attention_share"),
+    )),
     ("GPU operations", "{:,.0f}", (
         ("all", "num_gpu_ops"), ("kernels", "num_kernels"), ("copies to the host", "num_copies_to_host"),
     )),
 )  # fmt: skip
-"""Four tables of a step: title, form of the numbers, then rows of a label and a number of the summary."""
+"""Five tables of a step, the CPU's first: title, form of the numbers, rows of a label and a number of the summary."""
 
 
 def number(summary: Mapping[str, Any], name: str) -> float:

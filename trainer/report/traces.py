@@ -1,4 +1,4 @@
-"""A page's part about traces: four tables, a picture of one step, the longest kernels, where the CPU waits.
+"""A page's part about traces: five tables, a picture of one step, the longest kernels, where the CPU waits.
 
     traces = [load(path, name=...) for ...]      one, or two
     section = trace_section(traces)

@@ -42,6 +42,7 @@ from trainer.lora import adapted
 from trainer.model import Qwen3_5ForCausalLM
 from trainer.tensors import Deferred
 from trainer.weights import (
+    FILES,
     GENERATION,
     SHARD_BYTES,
     carry_companions,
@@ -139,7 +140,7 @@ def merge(
     Raises ValueError for an adapter that does not fit the source, was trained on other weights, or that PEFT would
     compute otherwise.
     """
-    refuse_replacing(out, what="export", tensors="model*.safetensors", needed=[source, adapter])
+    refuse_replacing(out, what="export", tensors=FILES, needed=[source, adapter])
     config, halves = _read_config(adapter), _halves(adapter / TENSORS)
     require_base(source, adapter, accept_other=accept_other_source, say=say)
 

@@ -399,6 +399,14 @@ def test_bad_settings_exit_2_with_one_line(
     assert not Path("here").exists()
 
 
+def test_a_variable_that_the_template_never_reads_is_refused_before_anything_is_packed(make: Any) -> None:
+    for dry_run in (False, True):
+        settings = make(template_kwargs='{"moood": 1}', dry_run=dry_run)
+        with pytest.raises(ValueError, match=r"never reads moood \(.*tok/chat_template\.jinja\)"):
+            pipeline.pack.resolve(settings)
+    assert not settings.out.exists()
+
+
 def test_the_summary_names_rows_fill_rejects_and_seconds(make: Any, capsys: pytest.CaptureFixture[str]) -> None:
     pack(make())
     text = capsys.readouterr().out

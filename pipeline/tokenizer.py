@@ -141,7 +141,10 @@ def read_folder(folder: Path, *, model: str | None) -> TokenizerFiles:
     """Read a folder that holds tokenizer.json and a chat template. Raises ValueError as open_tokenizer."""
     files = {name: (folder / name).read_bytes() for name in FILES if (folder / name).is_file()}
     if "tokenizer.json" not in files:
-        raise ValueError(f"--tokenizer {folder}: no tokenizer.json in this folder")
+        raise ValueError(
+            f"--tokenizer {folder}: no tokenizer.json in this folder. Name the folder that holds it, or put the "
+            "model's own there; other forms of a tokenizer (vocab.json, tokenizer.model) are not read."
+        )
     body = _json(files, "tokenizer.json", folder)
     config = _json(files, "tokenizer_config.json", folder)
     try:
@@ -233,7 +236,10 @@ def _template(files: dict[str, bytes], config: dict[str, Any], folder: Path) -> 
     if isinstance(template, list):
         template = {e.get("name"): e.get("template") for e in template if isinstance(e, dict)}.get("default")
     if not isinstance(template, str):
-        raise ValueError(f"--tokenizer {folder}: no chat template (chat_template.jinja, or in tokenizer_config.json)")
+        raise ValueError(
+            f"--tokenizer {folder}: no chat template ({TEMPLATE_FILE}, or in tokenizer_config.json). "
+            f"Put the model's own there as {TEMPLATE_FILE}, or name the folder of a tokenizer that has one."
+        )
     return template, f"chat_template in {folder}/tokenizer_config.json"
 
 

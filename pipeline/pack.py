@@ -54,7 +54,7 @@ from pipeline.rows import Block
 from pipeline.shards import ROWS_PER_BATCH, PackedDataset, publish, rows_per_shard
 from pipeline.source import Source, open_source
 from pipeline.summary import nothing_left, summary
-from pipeline.template import parse_variables
+from pipeline.template import ChatTemplate, parse_variables
 from pipeline.tokenizer import TokenizerFiles, open_tokenizer
 from pipeline.workers import Workers, shared
 
@@ -227,6 +227,7 @@ def resolve(settings: Settings) -> tuple[Source, TokenizerFiles, dict[str, Any]]
         remember=not settings.dry_run,
     )
     tokenizer = open_tokenizer(settings.tokenizer)
+    ChatTemplate(tokenizer.template, kwargs, origin=tokenizer.template_origin)  # refused here, whatever is cached
     recipe = {
         "source": [source.recipe],
         "tokenizer": tokenizer.recipe(kwargs),
@@ -380,6 +381,7 @@ def _notes(settings: Settings, tokenizer: TokenizerFiles) -> tuple[str, ...]:
         special_tokens=tokenizer.special_tokens,
         control_strings=tuple(tokenizer.added_tokens),
         template_kwargs=parse_variables(settings.template_kwargs),
+        origin=tokenizer.template_origin,
     ).notes
 
 

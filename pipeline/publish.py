@@ -189,4 +189,4 @@ def need_disk(folder: Path, num_bytes: int, what: str) -> None:
     """Raise OSError, with both numbers, if less than ``num_bytes`` are free where ``folder`` lies."""
     free = shutil.disk_usage(folder).free
     if free < num_bytes:
-        raise OSError(f"{folder}: {what} need about {num_bytes / 1e9:.2f} GB, {free / 1e9:.2f} GB are free; make room")
+        raise OSError(f"{folder}: {what} need about {num_bytes:,} bytes, {free:,} are free; make room")

@@ -9,6 +9,7 @@ Costs: one pass over local files to digest them, remembered by path, size, mtime
 """
 
 import hashlib
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count
@@ -200,8 +201,20 @@ def _local_files(path: Path, split: str, revision: str | None) -> list[Path]:
     chosen = [p for p in every if p.stem == split or p.stem.startswith(f"{split}-")]
     if not chosen:
         names = ", ".join(p.relative_to(path).as_posix() for p in every[:10])
-        raise ValueError(f"--split {split}: no file in {path} is named {split} or {split}-*; found {names}")
+        raise ValueError(
+            f"--split {split}: no file in {path} is named {split} or {split}-*; found {names}. "
+            f"{_split_advice([p.stem for p in every])}"
+        )
     return chosen
+
+
+def _split_advice(stems: list[str]) -> str:
+    """What to pass instead: the one split there, or those to choose from; each selects by the rule of ``--split``."""
+    splits = sorted({stem.partition("-")[0] for stem in stems} - {""})
+    advice = " or ".join(f"--split {shlex.quote(name)}" for name in splits[:10])
+    return (
+        f"Pass {advice}, or name one file as --source, which is read whole." if advice else "Name one file as --source."
+    )
 
 
 def _described(paths: list[Path], source: Path, digests: list[str]) -> list[dict[str, Any]]:
@@ -224,7 +237,8 @@ def _tools_column(paths: list[Path], kind: str, messages_column: str, tools_colu
         names = _columns(path, suffix, {messages_column, tools_column or messages_column})
         if names and messages_column not in names:
             raise ValueError(
-                f"--messages-column {messages_column}: {path} has no such column. It has: {', '.join(sorted(names))}"
+                f"--messages-column {messages_column}: {path} has no such column. It has: {', '.join(sorted(names))}. "
+                "Pass the one that holds the chats, as --messages-column NAME; each must be a list of {role, content}."
             )
         found |= names | ({"tools"} if suffix == "jsonl" and tools_column is None else set())
     if tools_column is not None and tools_column not in found:

@@ -10,6 +10,7 @@ from typing import Any
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.nodes
 import jinja2.sandbox
 
@@ -53,21 +54,38 @@ class ChatTemplate:
 
     Args:
         source: Jinja source.
-        variables: what it may use besides the chat.
+        variables: what was asked to be set in it, by ``--template-kwargs``.
+        special_tokens: bos_token and the like, which it may use or not.
+        origin: where the source was found, for messages.
 
     Raises:
-        ValueError: it is not valid Jinja, or a variable is the chat's.
+        ValueError: it is not valid Jinja, or a variable is the chat's or one that it never reads.
     """
 
-    def __init__(self, source: str, variables: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        source: str,
+        variables: dict[str, Any],
+        *,
+        special_tokens: dict[str, str] | None = None,
+        origin: str = "the chat template",
+    ) -> None:
         _check_variables(variables)
         try:
             environment = _environment()
             self._template = environment.from_string(source)
-            self.tested = _tested_strings(environment.parse(source))
+            tree = environment.parse(source)
+            read = jinja2.meta.find_undeclared_variables(tree)
         except jinja2.TemplateError as error:
-            raise ValueError(f"the chat template is not valid Jinja: {error}") from None
-        self._variables = {"documents": None, **variables}
+            line = f", line {error.lineno}" if isinstance(error, jinja2.TemplateSyntaxError) else ""
+            raise ValueError(
+                f"{origin}{line}: this chat template is not valid Jinja: {error}. "
+                "Correct it there, or use a --tokenizer with another template."
+            ) from None
+        if unread := sorted(variables.keys() - read):
+            raise ValueError(_unread(unread, _offered(tree, read), origin))
+        self.tested = _tested_strings(tree)
+        self._variables = {"documents": None, **(special_tokens or {}), **variables}
 
     def __call__(self, messages: list[dict[str, Any]], tools: Any = None, *, prompt: bool = False) -> str:
         """The text of a chat, with the prompt for the next answer if asked for.
@@ -78,7 +96,7 @@ class ChatTemplate:
         """
         try:
             chat = dict(zip(PASSED, (messages, tools, prompt), strict=True))
-            return self._template.render({**self._variables, **chat})  # no keywords: "self" may be a variable's name
+            return self._template.render({**self._variables, **chat})
         except jinja2.UndefinedError as error:
             if "strftime_now" not in str(error):
                 raise
@@ -87,6 +105,33 @@ class ChatTemplate:
                 "Pass a fixed date if the template takes one (see its source for the name), as in "
                 """--template-kwargs '{"date_string": "1 January 2026"}', or use another template."""
             ) from None
+
+
+def _unread(names: list[str], offered: list[str], origin: str) -> str:
+    """The message for variables that would change nothing, most likely misspelt."""
+    others = f"{', '.join(offered)}. Correct the name, or leave it out." if offered else "nothing. Leave it out."
+    found = f"--template-kwargs: the chat template never reads {' or '.join(names)} ({origin}); "
+    return f"{found}besides the chat it reads {others}"
+
+
+def _offered(tree: jinja2.nodes.Template, read: set[str]) -> list[str]:
+    """Of the names that a template reads from outside, those to set there.
+
+    A name that it first sets and then reads is its own: Jinja looks outside only on paths that do not set it.
+    """
+    first: dict[str, str] = {}
+    for name in _names_in_order(tree):
+        first.setdefault(name.name, name.ctx)
+    return sorted(name for name in read - {*PASSED, "strftime_now"} if first.get(name) == "load")
+
+
+def _names_in_order(node: jinja2.nodes.Node) -> Iterator[jinja2.nodes.Name]:
+    """Every name in the order of evaluation: of an assignment, the value before the target."""
+    if isinstance(node, jinja2.nodes.Name):
+        yield node
+    target = node.target if isinstance(node, jinja2.nodes.Assign | jinja2.nodes.AssignBlock) else None
+    for child in sorted(node.iter_child_nodes(), key=lambda child: child is target):
+        yield from _names_in_order(child)
 
 
 def _tested_strings(tree: jinja2.nodes.Template) -> tuple[str, ...]:

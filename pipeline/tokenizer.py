@@ -41,6 +41,8 @@ class TokenizerFiles:
     """The source's files byte for byte, by name."""
     template: str
     """The chat template used."""
+    template_origin: str
+    """The file that it stands in, for messages."""
     json: str
     """Text of tokenizer.json."""
     special_tokens: dict[str, str]
@@ -139,7 +141,10 @@ def read_folder(folder: Path, *, model: str | None) -> TokenizerFiles:
     """Read a folder that holds tokenizer.json and a chat template. Raises ValueError as open_tokenizer."""
     files = {name: (folder / name).read_bytes() for name in FILES if (folder / name).is_file()}
     if "tokenizer.json" not in files:
-        raise ValueError(f"--tokenizer {folder}: no tokenizer.json in this folder")
+        raise ValueError(
+            f"--tokenizer {folder}: no tokenizer.json in this folder. Name the folder that holds it, or put the "
+            "model's own there; other forms of a tokenizer (vocab.json, tokenizer.model) are not read."
+        )
     body = _json(files, "tokenizer.json", folder)
     config = _json(files, "tokenizer_config.json", folder)
     try:
@@ -155,10 +160,12 @@ def read_folder(folder: Path, *, model: str | None) -> TokenizerFiles:
     pad = special.get("pad_token", "<|endoftext|>")
     if pad not in added:
         raise ValueError(f"{folder}/tokenizer_config.json: pad_token {pad!r} is not an added token of tokenizer.json")
+    template, origin = _template(files, config, folder)
     return TokenizerFiles(
         model=model,
         files=files,
-        template=_template(files, config, folder),
+        template=template,
+        template_origin=origin,
         json=files["tokenizer.json"].decode(),
         special_tokens=special,
         added_tokens=added,
@@ -221,15 +228,19 @@ def _content(token: Any) -> str:
     return text if isinstance(text, str) else ""
 
 
-def _template(files: dict[str, bytes], config: dict[str, Any], folder: Path) -> str:
+def _template(files: dict[str, bytes], config: dict[str, Any], folder: Path) -> tuple[str, str]:
+    """The chat template, and the file that it stands in."""
     if TEMPLATE_FILE in files:
-        return files[TEMPLATE_FILE].decode()
+        return files[TEMPLATE_FILE].decode(), f"{folder}/{TEMPLATE_FILE}"
     template = config.get("chat_template")
     if isinstance(template, list):
         template = {e.get("name"): e.get("template") for e in template if isinstance(e, dict)}.get("default")
     if not isinstance(template, str):
-        raise ValueError(f"--tokenizer {folder}: no chat template (chat_template.jinja, or in tokenizer_config.json)")
-    return template
+        raise ValueError(
+            f"--tokenizer {folder}: no chat template ({TEMPLATE_FILE}, or in tokenizer_config.json). "
+            f"Put the model's own there as {TEMPLATE_FILE}, or name the folder of a tokenizer that has one."
+        )
+    return template, f"chat_template in {folder}/tokenizer_config.json"
 
 
 def _eos(special: dict[str, str], added: dict[str, int], generation: dict[str, Any]) -> tuple[int, ...]:

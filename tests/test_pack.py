@@ -291,7 +291,7 @@ def test_a_second_run_on_one_folder_is_refused(make: Any) -> None:
 def test_too_little_disk_is_said_before_anything_is_written(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = type("Usage", (), {"free": 10})
     monkeypatch.setattr(pipeline.publish.shutil, "disk_usage", lambda _: usage)
-    with pytest.raises(OSError, match="make room"):
+    with pytest.raises(OSError, match=r"need about \d{1,3}(,\d{3})* bytes, 10 are free; make room"):
         pack(make())
     assert not make().out.exists()
 
@@ -397,6 +397,14 @@ def test_bad_settings_exit_2_with_one_line(
     assert words in error
     assert error.count("\n") == 1
     assert not Path("here").exists()
+
+
+def test_a_variable_that_the_template_never_reads_is_refused_before_anything_is_packed(make: Any) -> None:
+    for dry_run in (False, True):
+        settings = make(template_kwargs='{"moood": 1}', dry_run=dry_run)
+        with pytest.raises(ValueError, match=r"never reads moood \(.*tok/chat_template\.jinja\)"):
+            pipeline.pack.resolve(settings)
+    assert not settings.out.exists()
 
 
 def test_the_summary_names_rows_fill_rejects_and_seconds(make: Any, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import types
 from itertools import pairwise
 from pathlib import Path
@@ -86,11 +87,34 @@ def test_a_source_that_cannot_be_used_is_an_error_that_says_what_was_found(
         opened(make(tmp_path))
 
 
+@pytest.mark.parametrize(
+    ("names", "advice"),
+    [
+        (["train-0.parquet", "train-1.parquet"], "Pass --split train, or"),
+        (
+            ["train.parquet", "test-0-of-1.parquet", "a b.parquet"],
+            "Pass --split 'a b' or --split test or --split train,",
+        ),
+        (["-x.parquet"], "Name one file as --source"),
+    ],
+)
+def test_a_split_that_is_not_there_is_an_error_that_says_which_to_pass(
+    tmp_path: Path, names: list[str], advice: str
+) -> None:
+    for name in names:
+        write_parquet(tmp_path / "d" / name, 1)
+    with pytest.raises(ValueError, match=f"--split train_sft: no file .* found .*{advice}"):
+        opened(tmp_path / "d", split="train_sft")
+    for split in re.findall(r"--split ('a b'|\w+)", advice):
+        assert opened(tmp_path / "d", split=split.strip("'")).paths
+
+
 def test_a_missing_column_is_an_error_that_lists_those_found(tmp_path: Path) -> None:
     parquet = write_parquet(tmp_path / "x.parquet", 1)
     jsonl = write_jsonl(tmp_path / "x.jsonl", [{"messages": CHAT, "id": 1}, b"broken\n"])
     for path, columns in ((parquet, "messages"), (jsonl, "id, messages")):
-        with pytest.raises(ValueError, match=f"--messages-column chats: .*It has: {columns}$"):
+        advice = "Pass the one that holds the chats, as --messages-column NAME; each must be a list of {role, content}"
+        with pytest.raises(ValueError, match=rf"--messages-column chats: .*It has: {columns}\. {re.escape(advice)}"):
             opened(path, messages_column="chats")
         with pytest.raises(ValueError, match=f"--tools-column functions: no such column. There are: {columns}$"):
             opened(path, tools_column="functions")

@@ -22,7 +22,8 @@ from tests.chatml import PLAIN, by_transformers, chat, qwen_template, rendered, 
         (PLAIN.replace("{{ m.content }}", ""), "not ChatML-like"),
         (PLAIN + "{{ '<|im_start|>assistant\n' }}", "not ChatML-like"),
         ("", "not ChatML-like"),
-        ("{% for", "not valid Jinja"),
+        ("{% for", "the chat template, line 1: .*not valid Jinja.*Correct it there"),
+        ("{{ 1 }}\n{{ 1 | nonsense }}", "the chat template, line 2: .*not valid Jinja.*nonsense"),
         ("{{ raise_exception('set a mood') }}", "fails on a plain chat.*set a mood"),
         ("{{ missing.attribute.of }}", "fails on a plain chat.*UndefinedError"),
         ("{{ strftime_now('%d') }}" + PLAIN, "strftime_now"),
@@ -62,8 +63,59 @@ def test_a_variable_that_is_the_chats_own_is_refused_by_its_name(name: str) -> N
 
 def test_every_other_name_reaches_the_template() -> None:
     source = "{{ documents[0] }}{{ environment }}{{ args }}{{ kwargs }}"
-    variables = {"documents": ["a"], "environment": "b", "args": "c", "kwargs": "d", "self": "e"}
+    variables = {"documents": ["a"], "environment": "b", "args": "c", "kwargs": "d"}
     assert ChatTemplate(source, variables)(chat("a", "b")) == "abcd"
+
+
+def test_a_special_token_need_not_be_read_and_may_be_set_where_it_is() -> None:
+    tokens = {"bos_token": "<s>", "eos_token": "</s>"}
+    assert ChatTemplate("{{ bos_token }}", {}, special_tokens=tokens)([]) == "<s>"
+    assert ChatTemplate("{{ bos_token }}", {"bos_token": "x"}, special_tokens=tokens)([]) == "x"
+    with pytest.raises(ValueError, match="never reads eos_token"):
+        ChatTemplate("{{ bos_token }}", {"eos_token": "x"}, special_tokens=tokens)
+
+
+@pytest.mark.parametrize(
+    ("source", "offered"),
+    [
+        ("{{ messages }}{{ tools }}{{ add_generation_prompt }}", "besides the chat it reads nothing"),
+        ("{{ mood }}{{ range(raise_exception('x')) }}", "it reads mood. Correct"),
+        ("{% if mood is defined and strftime_now is defined %}{% endif %}", "it reads mood. Correct"),
+        ("{% if not date is defined %}{% set date = 1 %}{% endif %}{{ date }}", "it reads date. Correct"),
+        ("{% set date = date | default(1) %}{{ date }}", "it reads date. Correct"),
+        (
+            "{% for m in messages %}{% if m %}{% set x = m %}{% endif %}{{ x }}{% endfor %}",
+            "besides the chat it reads nothing",
+        ),
+        ("{% macro f(a=first) %}{{ a }}{{ second }}{% endmacro %}{{ f() }}", "it reads first, second. Correct"),
+        ("{% generation %}{{ mood }}{% endgeneration %}{% block b %}{{ more }}{% endblock %}", "it reads mood, more. "),
+    ],
+)
+def test_a_variable_that_is_never_read_is_refused_and_those_that_are_read_are_named(source: str, offered: str) -> None:
+    with pytest.raises(ValueError, match=rf"never reads moood \(here\).*{offered}"):
+        ChatTemplate(source, {"moood": False}, origin="here")
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("qwen3", ["enable_thinking"]),
+        ("qwen3_instruct_2507", []),
+        ("qwen3_5_think", ["add_vision_id", "enable_thinking"]),
+        ("qwen3_5_nothink", ["add_vision_id", "enable_thinking"]),
+        ("qwen3_6", ["add_vision_id", "enable_thinking", "preserve_thinking"]),
+        ("qwen3_8", ["add_vision_id", "enable_thinking", "preserve_thinking", "reasoning_effort"]),
+    ],
+)
+def test_qwens_templates_take_their_own_options_and_no_others(
+    qwen_fixtures: Path, name: str, options: list[str]
+) -> None:
+    template = qwen_template(qwen_fixtures, name)
+    for option in options:
+        renderer(template, template_kwargs={option: "low" if option == "reasoning_effort" else True})
+    wanted = ", ".join(options) or "nothing"
+    with pytest.raises(ValueError, match=f"never reads enable_thinkin .*besides the chat it reads {wanted}\\."):
+        renderer(template, template_kwargs={"enable_thinkin": False})
 
 
 # The Jinja environment
@@ -87,7 +139,8 @@ def test_every_other_name_reaches_the_template() -> None:
 )
 def test_the_environment_is_that_of_transformers(source: str) -> None:
     messages = chat("a", "b", "c", "d")
-    assert ChatTemplate(source, {"mood": "gay"})(messages) == by_transformers(source, messages, mood="gay")
+    variables = {"mood": "gay"} if "mood" in source else {}
+    assert ChatTemplate(source, variables)(messages) == by_transformers(source, messages, **variables)
 
 
 @pytest.mark.parametrize(

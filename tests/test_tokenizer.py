@@ -104,12 +104,12 @@ def test_a_normalized_ascii_token_is_accepted(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("tokenizer.json", None, "no tokenizer.json"),
+        ("tokenizer.json", None, "no tokenizer.json in this folder. Name the folder that holds it"),
         ("tokenizer.json", "{", "not JSON"),
         ("tokenizer.json", "[]", "expected a JSON object"),
         ("tokenizer_config.json", "no", "not JSON"),
         ("tokenizer_config.json", '{"pad_token": "<pad>"}', "pad_token '<pad>' is not an added token"),
-        ("chat_template.jinja", None, "no chat template"),
+        ("chat_template.jinja", None, "no chat template .*Put the model's own there as chat_template.jinja"),
     ],
 )
 def test_a_missing_or_broken_file_is_named(tmp_path: Path, name: str, content: str | None, message: str) -> None:

@@ -239,17 +239,16 @@ def _one_by_one(subject: Subject, case: Case, maker: Maker, found: Results, upst
     reference, errors = reference_of(subject.operation), {}
     assert case.bounds is not None
     bounds_of_row = case.bounds
-    num_tokens = maker.sizes.num_tokens
     average = {name: float(x.double().square().mean().sqrt()) for name, x in found.items() if x is not None}
     for document in some(documents_of(bounds_of_row), at_most=20):
         length = document.stop - document.start
         bounds = alone(bounds_of_row, document)
-        part = {name: (x[document] if len(x) == num_tokens else x).double() for name, x in case.inputs.items()}
+        part = {name: (x if name in case.weights else x[document]).double() for name, x in case.inputs.items()}
         truths = run(lambda *xs, bounds=bounds: reference(*xs, bounds), part, upstream=[upstream[document].double()])
         for name, truth in truths.items():
             packed = found[name]
-            if packed is None or len(packed) != num_tokens:
-                continue  # a weight; a missing gradient is a finding already
+            if packed is None or _input_of(name) in case.weights:
+                continue  # a missing gradient is a finding already
             exact = _known(truth)
             size = max(float(exact.norm()), average[name] * exact.numel() ** 0.5)
             error = float((packed[document].double() - exact).norm())
@@ -261,7 +260,7 @@ def _one_by_one(subject: Subject, case: Case, maker: Maker, found: Results, upst
 
 def _isolation(subject: Subject, case: Case, maker: Maker) -> Iterator[Finding]:
     """No gradient and no number crosses a boundary: half of the documents are touched, the others may not notice."""
-    function, num_tokens = case.bind(subject.function), maker.sizes.num_tokens
+    function = case.bind(subject.function)
     assert case.bounds is not None
     touched = sides(case.bounds)
     before, again = run_quietly(function, case.inputs), run_quietly(function, case.inputs)
@@ -270,7 +269,7 @@ def _isolation(subject: Subject, case: Case, maker: Maker) -> Iterator[Finding]:
         upstream = maker.normal(*before.shape).to(before.dtype)
         upstream[~tokens] = 0.0
         for name, gradient in run(function, case.inputs, upstream=[upstream]).items():
-            if name != "output" and len(case.inputs[name.removeprefix("gradient of ")]) == num_tokens:
+            if name != "output" and _input_of(name) not in case.weights:
                 crossing[f"{name}, {side}"] = largest_outside(gradient, tokens)
     name, error = worst(crossing)
     reason = "no document has a part in another's output"
@@ -280,13 +279,17 @@ def _isolation(subject: Subject, case: Case, maker: Maker) -> Iterator[Finding]:
     changes: dict[str, float] = {}
     for side, tokens in touched.items():
         changed = {name: x.clone() for name, x in case.inputs.items()}
-        for x in changed.values():
-            if len(x) == num_tokens:
-                x[tokens] *= 0.5
+        for name in changed.keys() - set(case.weights):
+            changed[name][tokens] *= 0.5
         changes[side] = largest_outside(run_quietly(function, changed).double() - before.double(), tokens)
     name, error = worst(changes)
     reason = "twice what the same input gives on repetition"
     yield subject.finding(f"{case.name}: changing {name} changes others", error, noise, reason)
+
+
+def _input_of(result: str) -> str:
+    """The input that a gradient is of."""
+    return result.removeprefix("gradient of ")
 
 
 def run_quietly(function: Operation, inputs: dict[str, Tensor]) -> Tensor:

@@ -227,7 +227,8 @@ def resolve(settings: Settings) -> tuple[Source, TokenizerFiles, dict[str, Any]]
         remember=not settings.dry_run,
     )
     tokenizer = open_tokenizer(settings.tokenizer)
-    ChatTemplate(tokenizer.template, kwargs, origin=tokenizer.template_origin)  # refused here, whatever is cached
+    if warning := ChatTemplate(tokenizer.template, kwargs, origin=tokenizer.template_origin).unread:
+        print(f"warning: {warning}", file=sys.stderr)
     recipe = {
         "source": [source.recipe],
         "tokenizer": tokenizer.recipe(kwargs),

@@ -59,7 +59,7 @@ class ChatTemplate:
         origin: where the source was found, for messages.
 
     Raises:
-        ValueError: it is not valid Jinja, or a variable is the chat's or one that it never reads.
+        ValueError: it is not valid Jinja, or a variable is the chat's.
     """
 
     def __init__(
@@ -82,8 +82,9 @@ class ChatTemplate:
                 f"{origin}{line}: this chat template is not valid Jinja: {error}. "
                 "Correct it there, or use a --tokenizer with another template."
             ) from None
-        if unread := sorted(variables.keys() - read):
-            raise ValueError(_unread(unread, _offered(tree, read), origin))
+        unread = sorted(variables.keys() - read)
+        self.unread = _unread(unread, _offered(tree, read), origin) if unread else None
+        """A warning if the template never reads a variable: it is misspelt, or another template's."""
         self.tested = _tested_strings(tree)
         self._variables = {"documents": None, **(special_tokens or {}), **variables}
 
@@ -108,8 +109,8 @@ class ChatTemplate:
 
 
 def _unread(names: list[str], offered: list[str], origin: str) -> str:
-    """The message for variables that would change nothing, most likely misspelt."""
-    others = f"{', '.join(offered)}. Correct the name, or leave it out." if offered else "nothing. Leave it out."
+    """The message for variables that change nothing."""
+    others = f"{', '.join(offered)}; is a name misspelt?" if offered else "nothing"
     found = f"--template-kwargs: the chat template never reads {' or '.join(names)} ({origin}); "
     return f"{found}besides the chat it reads {others}"
 

@@ -85,9 +85,7 @@ def real_chats(folder: Path) -> list[Any]:
 
 @pytest.mark.parametrize("fact", GOLDEN, ids=lambda fact: f"{fact['template']}, {fact['case']}")
 def test_ids_and_targets_are_the_golden_ones(qwen_fixtures: Path, fact: dict[str, Any]) -> None:
-    # Its template never reads enable_thinking, which would be refused; transformers renders alike with and without.
-    kwargs = {} if fact["template"] == "qwen3_instruct_2507" else fact["template_kwargs"]
-    encoder = qwen_encoder(qwen_fixtures, fact["template"], json.dumps(kwargs))
+    encoder = qwen_encoder(qwen_fixtures, fact["template"], json.dumps(fact["template_kwargs"]))
     document = encode_one(encoder, fact["messages"], fact["tools"])
     assert isinstance(document, Document), document
     assert target_texts(encoder._files, document) == fact["targets"]

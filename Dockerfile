@@ -2,11 +2,13 @@
 #
 #   docker build --tag qwen-packed .
 #   docker run --rm --gpus all --ipc host --entrypoint python qwen-packed -m trainer.doctor
+#   mkdir -p runs
 #   docker run --rm --gpus all --ipc host --user "$(id -u)" --env HOME=/tmp -v "$PWD/data:/app/data" \
 #       -v "$PWD/runs:/app/runs" qwen-packed --shards data/packed --eval-shards data/packed-eval --model random:0.8B
 #
-# Versions of packages are pyproject.toml's; CUDA is the release that its torch is built with. Nothing is downloaded at
-# run time but what --model and --source name; Triton and TileLang compile their kernels there, so gcc and nvcc stay in.
+# Packages are the newest that pyproject.toml allows. CUDA has torch's major release; the minor one may differ, of which
+# torch warns when causal-conv1d is built. Nothing is downloaded at run time but what --model and --source name; Triton
+# and TileLang compile their kernels there, so gcc and nvcc stay in.
 ARG CUDA=13.0.2
 ARG UBUNTU=24.04
 
@@ -30,7 +32,7 @@ RUN mkdir pipeline trainer \
     && touch pipeline/__init__.py trainer/__init__.py \
     && pip install "qwen-packed-finetune[gpu,build] @ file:///src"
 
-# causal-conv1d has no wheels: nvcc builds it against the torch just installed. A job takes gigabytes of memory.
+# causal-conv1d has no wheels on PyPI: nvcc builds it against the torch just installed. A job takes gigabytes of memory.
 ARG MAX_JOBS=4
 ENV MAX_JOBS=${MAX_JOBS} \
     CAUSAL_CONV1D_FORCE_BUILD=TRUE

@@ -242,7 +242,10 @@ def _tools_column(paths: list[Path], kind: str, messages_column: str, tools_colu
             )
         found |= names | ({"tools"} if suffix == "jsonl" and tools_column is None else set())
     if tools_column is not None and tools_column not in found:
-        raise ValueError(f"--tools-column {tools_column}: no such column. There are: {', '.join(sorted(found))}")
+        raise ValueError(
+            f"--tools-column {tools_column}: no such column. There are: "
+            f"{', '.join(sorted(found))}. Pass one of them, or leave the option out"
+        )
     column = tools_column or "tools"
     return column if column in found else None
 

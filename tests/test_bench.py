@@ -157,9 +157,9 @@ def _flops(monkeypatch: pytest.MonkeyPatch) -> None:
     def hardware_flops(config: Any, *, recompute_layers: int, num_tokens: int, **_: Any) -> float:
         return 1e9 * num_tokens * (1 + recompute_layers / config.num_hidden_layers)
 
-    monkeypatch.setattr(flops, "model_flops", model_flops, raising=False)
-    monkeypatch.setattr(flops, "hardware_flops", hardware_flops, raising=False)
-    monkeypatch.setattr(flops, "PEAK", 1e12, raising=False)
+    monkeypatch.setattr(flops, "model_flops", model_flops)
+    monkeypatch.setattr(flops, "hardware_flops", hardware_flops)
+    monkeypatch.setattr(flops, "PEAK", 1e12)
 
 
 def value(found: ladder.Figures, name: str) -> float:

@@ -15,7 +15,7 @@ import torch
 from tests.tiny import tiny_config
 from trainer import metrics as module
 from trainer.batches import StepBatches
-from trainer.flops import PEAK, Work, hardware_flops, model_flops
+from trainer.flops import PEAK, Arithmetic, hardware_flops, model_flops
 from trainer.liveline import LiveLine
 from trainer.metrics import Metrics, duration
 from trainer.step import StepResult
@@ -206,12 +206,12 @@ def test_durations_are_short() -> None:
     assert [duration(s) for s in (0.4, 59.6, 75, 3600, 8000)] == ["0s", "1m00s", "1m15s", "1h00m", "2h13m"]
 
 
-def work(**changes: Any) -> Work:
+def work(**changes: Any) -> Arithmetic:
     fields: dict[str, Any] = {
         "config": tiny_config(), "method": "full", "lora_rank": 16, "recompute_layers": 2,
         "device": torch.device("cuda"), "peak": PEAK,
     }  # fmt: skip
-    return Work(**(fields | changes))
+    return Arithmetic(**(fields | changes))
 
 
 def test_a_cpu_has_no_share_of_a_gpus_speed(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ Guarantees: a folder is read back and compared before it appears under its name;
 those that the adapter was trained on (see `trainer.bases`), reads the original ones again, adds in fp32 and rounds
 once, to the source's dtype, and carries everything else through.
 Costs: an adapter is one file of (inputs + outputs) * rank numbers a layer; merging reads the source twice, some values
-of it a third time, and holds one file of the result.
+of it a third time, and holds a few fp32 copies of its largest adapted weight.
 """
 
 from pipeline.interrupt import hear, quiet_imports

@@ -125,7 +125,7 @@ class Curves(Common):
     warmup_steps: int = 20
     """Steps in which it rises."""
     fp32_steps: int = 10
-    """Steps of the fp32 variants, which run on the CPU's references and are slow."""
+    """Steps of the fp32 variants, which run on the torch references and are slow."""
     seed: int = 0
     """Of weights and order."""
     at_once: int = 1

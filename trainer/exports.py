@@ -10,6 +10,7 @@ Costs: one small file in each folder.
 """
 
 import contextlib
+import errno
 import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -99,9 +100,12 @@ def save_tensors(tensors: Mapping[str, Tensor | Deferred], file: Path) -> None:
         save_file(tensors, file, metadata={"format": "pt"})  # transformers asks for it
     except OSError as error:
         why = error.strerror or error
-        raise OSError(
-            f"{file}: cannot be written ({why}); free some space and try again, nothing was replaced"
-        ) from error
+        todo = (
+            "free some space"
+            if error.errno in (errno.ENOSPC, errno.EDQUOT)
+            else "see that its folder can be written to"
+        )
+        raise OSError(f"{file}: cannot be written ({why}); {todo} and try again, nothing was replaced") from error
 
 
 def read_json(path: Path) -> dict[str, Any]:

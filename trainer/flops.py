@@ -1,8 +1,8 @@
-"""Floating-point operations of a step, and the share of a GPU's speed that they come to: model and hardware MFU.
+"""Floating-point operations of a step, and the shares of a GPU's speed that they come to: mfu and hfu.
 
     model_flops(config, num_tokens=8192, sum_squared_lengths=8 * 1024**2, method="full")    # what the model needs
     hardware_flops(..., recompute_layers=20)                                                # what is computed
-    Work(...).figures(result, seconds)                                                      # {mfu, hfu, peak_gib}
+    Arithmetic(...).figures(result, seconds)                                                # {mfu, hfu, peak_gib}
 
 Costs: a loop over the layers; the device is not waited for.
 """
@@ -20,7 +20,7 @@ PEAK = 989e12
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Work:
+class Arithmetic:
     """What a token costs in this run, and what its GPUs can do."""
 
     config: ModelConfig

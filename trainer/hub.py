@@ -147,7 +147,10 @@ def _obstacle(name: str, revision: str | None, flag: str) -> str | None:
     except RevisionNotFoundError as error:
         if is_commit(revision):
             return f"{huggingface_hub.constants.ENDPOINT} does not hold this commit any more"
-        raise ValueError(f"{flag} {name}@{revision}: the hub has this model, but no such revision of it") from error
+        raise ValueError(
+            f"{flag} {name}@{revision}: the hub has this model, but no such revision of it; look it up on its "
+            f"page, or leave out @{revision} for the newest"
+        ) from error
     except (OSError, huggingface_hub.errors.HTTPError) as error:  # type: ignore[attr-defined]
         return f"{huggingface_hub.constants.ENDPOINT} cannot be reached ({_one_line(error)})"
     return None

@@ -199,7 +199,10 @@ def notes(config: ModelConfig, rungs: dict[str, dict[str, Any]], extra: str) -> 
         "Communication and sharding are excluded. Hours: one pass over ultrachat_200k's "
         f"{ULTRACHAT_TOKENS / 1e6:.1f} million tokens at this rate on each of 8 or 32 GPUs, each with its share of the "
         "update, no loss in scaling, rows filled as here.",
-        "Tokens are those of documents. full_bf16_nomaster has no fp32 master weights and counts for no bar.",
+        "Tokens are those of documents.",
+        "full_bf16_nomaster has no fp32 master weights, unlike this trainer's defaults."
+        if "full_bf16_nomaster" in rungs
+        else "",
         extra,
     ]
     return " ".join(part for part in parts if part)

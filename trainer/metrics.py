@@ -28,7 +28,7 @@ from types import TracebackType
 from typing import Any, Self, TextIO, TypeVar
 
 from trainer.batches import StepBatches
-from trainer.flops import Work
+from trainer.flops import Arithmetic
 from trainer.liveline import LiveLine
 from trainer.memory import GIB
 from trainer.step import StepResult
@@ -46,7 +46,7 @@ class Metrics:
         *,
         step: int,
         total_steps: int,
-        work: Work | None = None,
+        work: Arithmetic | None = None,
         line: LiveLine | None = None,
         trackers: Trackers | None = None,
     ) -> None:

@@ -2,7 +2,7 @@
 
     config = resolve_config("random:0.8B")                  # or a hub id, a folder, random:CONFIG.json
     model = Qwen3_5ForCausalLM(config, kernels=select(torch.device("cpu")))
-    model.init_weights(seed=0)                              # or checkpoint.load_weights
+    model.init_weights(seed=0)                              # or weights.load_weights
     model(batch).backward()
 
 Guarantees: parameter names and results equal transformers' `Qwen3_5ForCausalLM`; boundaries travel with every call,

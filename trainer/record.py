@@ -3,7 +3,8 @@
     RUN/config.json     every setting, dataset, model, versions, commit, machine, kernels, memory
     RUN/metrics.jsonl   see trainer.metrics
     RUN/checkpoints/    see trainer.checkpoint
-    RUN/export/         a Hugging Face folder
+    RUN/export/         a Hugging Face folder, after --method full
+    RUN/adapter/        a PEFT folder, after --method lora
     RUN/.lock           held by the process that writes here; the file stays, the hold ends with the process
 
 Guarantees: a folder that holds something is never written into unless the run is resumed, by one process at a time; a

@@ -87,7 +87,7 @@ class Settings:
     resume: bool = False
     """Go on from the newest checkpoint in --out, with the same settings. --lr, --warmup-steps and --clip may change;
     the schedule goes on from the step reached as if they had always been so. So may --steps, --epochs, --micro-rows,
-    --recompute, and how often to evaluate and to save."""
+    --recompute, --keep, --track, --trace, the paths of the datasets, and how often to evaluate and to save."""
     accept_slow_kernels: bool = False
     """Train on a GPU even where only the slow torch references are available for some operation."""
 

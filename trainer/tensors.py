@@ -51,7 +51,8 @@ def save_file(
     full.
     """
     if unknown := [name for name, tensor in tensors.items() if tensor.dtype not in _DTYPES]:
-        raise ValueError(f"{unknown[0]} has dtype {tensors[unknown[0]].dtype}, which this program does not write")
+        known = ", ".join(_DTYPES.values())
+        raise ValueError(f"{unknown[0]} has dtype {tensors[unknown[0]].dtype}, which is none of {known}")
     tensors = dict(sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0])))
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0

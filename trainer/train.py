@@ -6,7 +6,7 @@
 1. prepare  shards, checked; the model's configuration; what does not fit together or into memory is refused
 2. build    kernels, model, optimizer; weights random, from a checkpoint folder, or from the run that is resumed
 3. loop     plan -> batches (read ahead) -> step -> metrics; evaluation and checkpoints where they are due
-4. export   a Hugging Face folder that transformers loads
+4. finish   an export that transformers loads, or an adapter (``trainer.outputs``)
 
 Guarantees: on the CPU two runs of the same settings are equal bit by bit, and so is one that was interrupted, at any
 moment and any number of times, and resumed; Ctrl-C or a kill leaves no half-written checkpoint.
@@ -33,7 +33,7 @@ from pipeline.cli import refuse_repeats
 from pipeline.shards import PackedDataset
 from trainer import checkpoint, lora, memory, record, trackers, weights
 from trainer.batches import Prefetch, Reader, StepBatches
-from trainer.flops import Work, peak_flops
+from trainer.flops import Arithmetic, peak_flops
 from trainer.inputs import Inputs, prepare
 from trainer.kernels import Kernels, select
 from trainer.liveline import LiveLine
@@ -298,10 +298,10 @@ def open_metrics(inputs: Inputs, *, step: int, total_steps: int) -> Metrics:
     )
 
 
-def work(inputs: Inputs) -> Work:
+def work(inputs: Inputs) -> Arithmetic:
     """What a token costs in this run."""
     settings, device = inputs.settings, inputs.world.device
-    return Work(
+    return Arithmetic(
         config=inputs.config,
         method=settings.method,
         lora_rank=settings.lora_rank,

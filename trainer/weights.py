@@ -10,7 +10,8 @@ trained, are carried through from its files. Without one (random weights) it is 
 
 Guarantees: a missing, unexpected or misshapen text tensor stops loading; what is kept in fp32 is not rounded, unless
 the source holds it rounded; an export is read back and compared bit by bit before it appears under its name.
-Costs: loading and exporting hold one tensor beside the model; an export reads the source twice.
+Costs: loading holds one tensor beside the model. So does an export, but for a source with values that the parameters'
+dtype cannot hold (fp32, float16), of whose largest tensor it holds some four copies. It reads the source twice.
 """
 
 import contextlib
@@ -108,7 +109,7 @@ def parameter_name(key: str) -> str | None:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """A single file as transformers does, even beside an index, unless the index names it as one of several."""
+    """model.safetensors alone where it exists, as transformers reads it, unless an index names it as one of several."""
     single = (folder / SINGLE).is_file()
     names = [SINGLE]
     if (index := folder / INDEX).is_file():
@@ -181,7 +182,8 @@ def export(
         eos_token_ids: where generation ends, beside what the source says.
         source: the checkpoint that the model was loaded from: gives class, keys, dtypes and all that is not trained.
         dtype: of the written weights, those that stay fp32 aside, where there is no source; by default the model's.
-        masters: the optimizer's wider value of each parameter; written where the source is wider than the parameter.
+        masters: the optimizer's wider value of each parameter; written where the source's dtype holds values that the
+            parameter's cannot, for numbers that training has moved.
 
     A former export at `out` is replaced once the new one is complete and compared; another folder there is refused.
     Raises OSError where the disk is full; the former export stays.

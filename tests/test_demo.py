@@ -36,11 +36,16 @@ def test_what_lacks_is_named_with_what_to_do(
     assert said() == (
         f"{run / 'metrics.jsonl'} has no evaluation, so no loss to compare. Train it with --eval-shards\n"
     )
+    runs.write(run, [runs.step(1), EVALUATION, {"step": 2, "eval_loss": None}])
+    assert said().startswith(f"{run / 'metrics.jsonl'} ends with an evaluation without a target")
     runs.write(run, [runs.step(1), EVALUATION])
     assert said().startswith(f"{run / 'export'} holds no model, so nothing can complete the sentence")
     (run / "export").mkdir()
     (run / "export" / "config.json").write_text("{}")
     assert said().startswith(f"{shards} is not a packed dataset")
+    rows = random_rows(num_rows=2, max_tokens=32, vocab_size=99)
+    make_packed(shards, rows, max_tokens=32, vocab_size=99)
+    assert said()  # of what transformers says of an empty configuration
 
 
 def test_the_last_evaluation_counts(tmp_path: Path) -> None:

@@ -117,6 +117,31 @@ def test_a_released_configuration_gives_its_text_part_and_its_tying(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
+    ("names", "outer", "inner", "tied"),
+    [
+        (["Qwen3_5ForConditionalGeneration"], True, False, True),
+        (["Qwen3_5ForConditionalGeneration"], False, True, False),
+        (["Qwen3_5ForConditionalGeneration"], None, True, False),
+        (["Qwen3_5ForCausalLM"], False, True, True),
+        (["Qwen3_5ForCausalLM"], True, False, False),
+        (["Qwen3_5ForCausalLM"], True, None, False),
+        ([], True, False, True),
+        (5, False, True, False),
+    ],
+)
+def test_the_class_decides_which_flag_ties_as_in_transformers(
+    tmp_path: Path, *, names: object, outer: bool | None, inner: bool | None, tied: bool
+) -> None:
+    text = {k: v for k, v in tiny_config().to_dict().items() if k != "tie_word_embeddings"}
+    full: dict[str, Any] = {"model_type": "qwen3_5", "architectures": names, "text_config": text}
+    for part, flag in ((full, outer), (text, inner)):
+        if flag is not None:
+            part["tie_word_embeddings"] = flag
+    write(tmp_path / "config.json", full)
+    assert resolve_config(str(tmp_path)).tie_word_embeddings is tied
+
+
+@pytest.mark.parametrize(
     ("content", "words"),
     [
         ({"model_type": "llama"}, "model_type 'llama'"),

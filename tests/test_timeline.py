@@ -138,7 +138,8 @@ def test_two_traces_stand_side_by_side(tmp_path: Path, capsys: pytest.CaptureFix
     [b"", b"{}", b"[]", b"[1]", b"\x1f\x8bbroken", gzip.compress(b"[]" * 99, mtime=0)[:-9], b'{"traceEvents": 3}',
      b"[" * 100_000,
      *(b'[{"ph": "X", "name": "a", "ts": 1, "cat": "kernel"%s}]' % wrong for wrong in (
-         b', "ts": "1"', b', "ts": NaN', b', "dur": null', b', "name": 3', b', "args": 3', b', "cat": null'))],
+         b', "ts": "1"', b', "ts": NaN', b', "dur": null', b', "name": 3', b', "args": 3', b', "cat": null',
+         b', "tid": [1]', b', "args": {"correlation": [1]}', b', "ts": 1' + b"0" * 400))],
 )  # fmt: skip
 def test_a_file_that_is_no_trace_is_an_error_that_says_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes

@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import tyro
+from safetensors import SafetensorError
 
 from pipeline.cli import refuse_repeats
 from pipeline.shards import PackedDataset
@@ -72,6 +73,11 @@ def final_loss(run: Path) -> float:
     losses = log.read(run).eval_loss
     if not losses.size:
         raise ValueError(f"{run / log.METRICS} has no evaluation, so no loss to compare. Train it with --eval-shards")
+    if not np.isfinite(losses[-1]):
+        raise ValueError(
+            f"{run / log.METRICS} ends with an evaluation without a target, so without a loss to compare. Train it "
+            "with --eval-shards that have targets"
+        )
     return float(losses[-1])
 
 
@@ -152,8 +158,8 @@ def main() -> int:
     refuse_repeats(Settings)
     try:
         return 0 if show(settings) else 1
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+    except (ValueError, OSError, SafetensorError) as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)  # transformers' errors have many lines
         return 2
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)

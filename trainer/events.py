@@ -48,7 +48,8 @@ def read(path: Path) -> list[Event]:
         found = json.loads(gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw)
         events = found["traceEvents"] if isinstance(found, dict) else found
         return [_checked(event) for event in events if event.get("ph") == "X"]
-    except (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError, RecursionError, zlib.error) as error:
+    except (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError,
+            zlib.error) as error:  # fmt: skip
         raise ValueError(
             f"{path} is no trace of torch's profiler ({type(error).__name__}: {error}). Pass what "
             "export_chrome_trace wrote, for example with python -m trainer.train --trace 3"
@@ -58,7 +59,10 @@ def read(path: Path) -> list[Event]:
 def _checked(event: Event) -> Event:
     """The event, if what is read of it is there and of its type."""
     texts = isinstance(event["name"], str) and isinstance(event.get("cat", ""), str)
-    if not (texts and isinstance(event.get("args", {}), dict) and math.isfinite(event["ts"] + event.get("dur", 0))):
+    plain = isinstance(event.get("args", {}), dict) and all(
+        isinstance(found, int | float | str | None) for found in (event.get("tid"), _correlation(event))
+    )
+    if not (texts and plain and math.isfinite(event["ts"] + event.get("dur", 0))):
         raise ValueError(f"an event at {event['ts']!r} is none of the profiler's")
     return event
 

@@ -64,7 +64,7 @@ class LiveLine:
 
     def clear(self) -> None:
         """Take the line away; what was not shown yet is not shown any more."""
-        self._parts, self._pending = (), False
+        self._pending = False
         self._leave_wrapped()
         if self._shown:
             self._stream.write(f"\r{' ' * self._shown}\r")

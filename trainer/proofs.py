@@ -210,7 +210,7 @@ def _agreement(subject: Subject, case: Case, maker: Maker) -> Iterator[Finding]:
     for name, truth in expected.items():
         assert truth is not None
         yield subject.finding(f"{case.name}: {name}", whole_error(found[name], truth), bound, reason)
-        if truth.ndim and truth.shape[0] == maker.sizes.num_tokens:
+        if truth.ndim and _input_of(name) not in case.weights:
             tokens[name] = token_error(found[name], truth)
     name, error = worst(tokens)
     yield subject.finding(f"{case.name}: worst token, {name}", error, bound * TOKEN_FACTOR, reason)

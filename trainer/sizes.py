@@ -138,13 +138,16 @@ def _text_part(found: dict[str, Any]) -> dict[str, Any]:
     """The text model's configuration of a file that has one inside.
 
     transformers' class with a vision tower ties its embeddings where the outer flag says so, the text class where the
-    inner one does; both flags exist, and files differ in which they have.
+    inner one does, and neither without its own flag. Files that name no class have one of both flags, or both.
     """
-    text = dict(found["text_config"])
-    whole = "Qwen3_5ForCausalLM" not in (found.get("architectures") or [])
-    if "tie_word_embeddings" in found and (whole or "tie_word_embeddings" not in text):
-        text["tie_word_embeddings"] = found["tie_word_embeddings"]
-    return text
+    inner, outer = dict(found["text_config"]), {k: v for k, v in found.items() if k == "tie_word_embeddings"}
+    flags = {"tie_word_embeddings": False}
+    match found.get("architectures"):
+        case ["Qwen3_5ForCausalLM", *_]:
+            return flags | inner
+        case [_, *_]:
+            return inner | flags | outer
+    return flags | inner | outer
 
 
 def rotary(config: ModelConfig) -> tuple[int, float]:

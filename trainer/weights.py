@@ -93,7 +93,7 @@ def load_weights(model: Qwen3_5ForCausalLM, folder: Path) -> None:
 def _leave_out_the_head(places: dict[str, tuple[Path, str]]) -> None:
     """Take out a tied head that is stored all the same, once it is known to be the embeddings' copy."""
     head, embeddings = places.pop("lm_head.weight", None), places.get("model.embed_tokens.weight")
-    if head and embeddings and not _same_bits(read_tensor(*head), read_tensor(*embeddings)):
+    if head and embeddings and not _same_numbers(read_tensor(*head), read_tensor(*embeddings)):
         raise ValueError(
             f"{head[0]}: config.json ties {head[1]} to the embeddings, but it differs from {embeddings[1]}. Set "
             "tie_word_embeddings to false in config.json (beside text_config, where there is one) to train this head, "
@@ -116,7 +116,9 @@ def _weight_files(folder: Path) -> list[Path]:
         try:
             indexed = sorted(map(str, set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{index}: not a safetensors index ({error!r})") from error
+            if not single:
+                raise ValueError(f"{index}: not a safetensors index ({error!r})") from error
+            indexed = []
         if SINGLE in indexed or not single:
             names = indexed
     if lost := [name for name in names if not (folder / name).is_file()]:
@@ -248,6 +250,12 @@ def _same_bits(first: Tensor, second: Tensor) -> bool:
         return False
     flat = (tensor.cpu().contiguous().reshape(-1).view(torch.uint8) for tensor in (first, second))
     return torch.equal(*flat)
+
+
+def _same_numbers(first: Tensor, second: Tensor) -> bool:
+    """Whether two tensors, of whatever dtypes, hold the same numbers."""
+    wide = torch.promote_types(first.dtype, second.dtype)
+    return torch.equal(first.to(wide), second.to(wide))
 
 
 def _write_config(

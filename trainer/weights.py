@@ -254,6 +254,8 @@ def _same_bits(first: Tensor, second: Tensor) -> bool:
 
 def _same_numbers(first: Tensor, second: Tensor) -> bool:
     """Whether two tensors, of whatever dtypes, hold the same numbers."""
+    if first.dtype == second.dtype:
+        return _same_bits(first, second)
     wide = torch.promote_types(first.dtype, second.dtype)
     return torch.equal(first.to(wide), second.to(wide))
 

@@ -87,7 +87,6 @@ class Encoder:
             special_tokens=files.special_tokens,
             control_strings=tuple(files.added_tokens),
             template_kwargs=template_kwargs,
-            origin=files.template_origin,
             fast=fast,
         )
         self._reference = Tokenizer.from_str(files.json)

@@ -382,7 +382,6 @@ def _notes(settings: Settings, tokenizer: TokenizerFiles) -> tuple[str, ...]:
         special_tokens=tokenizer.special_tokens,
         control_strings=tuple(tokenizer.added_tokens),
         template_kwargs=parse_variables(settings.template_kwargs),
-        origin=tokenizer.template_origin,
     ).notes
 
 

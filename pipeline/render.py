@@ -38,7 +38,6 @@ class Renderer:
         special_tokens: bos_token and the like, as the template may use them.
         control_strings: content of every added token.
         template_kwargs: further variables for the template.
-        origin: where the template was found, for messages.
         fast: use shapes seen before.
 
     Raises:
@@ -52,10 +51,9 @@ class Renderer:
         special_tokens: dict[str, str],
         control_strings: tuple[str, ...],
         template_kwargs: dict[str, Any],
-        origin: str = "the chat template",
         fast: bool = True,
     ) -> None:
-        self._template = ChatTemplate(template, template_kwargs, special_tokens=special_tokens, origin=origin)
+        self._template = ChatTemplate(template, template_kwargs, special_tokens=special_tokens)
         self._control = ControlStrings(control_strings)
         self._looked_for = tuple(s for s in {END_THINK, *self._template.tested} if not self._control.pattern.search(s))
         self._shapes = Shapes(self._render_by_template, self._is_special)

@@ -97,7 +97,7 @@ class ChatTemplate:
         """
         try:
             chat = dict(zip(PASSED, (messages, tools, prompt), strict=True))
-            return self._template.render({**self._variables, **chat})
+            return self._template.render({**self._variables, **chat})  # no keywords: "self" may be a variable's name
         except jinja2.UndefinedError as error:
             if "strftime_now" not in str(error):
                 raise

@@ -10,24 +10,13 @@ from torch import Tensor
 
 from trainer import cases, doctor
 from trainer.batches import Batch
-from trainer.cases import MIXING, Sizes
+from trainer.cases import MIXING, NARROW
 from trainer.kernels import Kernels, select
 from trainer.proofs import Finding
 
 CPU = torch.device("cpu")
-SMALL = Sizes(
-    num_tokens=256,
-    odd=(1, 2, 3, 31, 33, 63, 65),
-    many=(8,) * 30,
-    key_heads=2,
-    value_heads=4,
-    linear_dim=8,
-    heads=2,
-    kv_heads=1,
-    head_dim=16,
-    hidden=16,
-    vocab=37,
-    loss_vocab=37,
+SMALL = dataclasses.replace(
+    NARROW, num_tokens=256, odd=(1, 2, 3, 31, 33, 63, 65), many=(8,) * 30, vocab=37, loss_vocab=37
 )
 
 Function = Callable[..., Any]

@@ -11,7 +11,6 @@ if __name__ == "__main__":
     quiet_imports("\ninterrupted")
 
 import json
-import os
 import sys
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -26,6 +25,7 @@ from safetensors import SafetensorError
 
 from pipeline.cli import refuse_repeats
 from pipeline.shards import PackedDataset
+from trainer.measured import record_path, write_whole
 from trainer.report import log
 
 
@@ -110,10 +110,9 @@ def write_record(settings: Settings, figures: dict[str, tuple[float, str]]) -> P
     """Write the figures with the run's own commit, machine and versions; return the file."""
     assert settings.record_dir is not None
     config = json.loads((settings.run / "config.json").read_text())
-    date = datetime.now(UTC).date().isoformat()
     record = {
         "what": "demo",
-        "date": date,
+        "date": datetime.now(UTC).date().isoformat(),
         "command": "make demo",
         "commit": config["commit"],
         "machine": config["machine"],
@@ -122,8 +121,8 @@ def write_record(settings: Settings, figures: dict[str, tuple[float, str]]) -> P
         "figures": {name: {"value": round(value, 3), "unit": unit} for name, (value, unit) in figures.items()},
         "notes": "data/sample, the built-in small configuration, torch references on the CPU",
     }
-    path = settings.record_dir / f"{date}-demo-{os.cpu_count()}-cores.json"
-    path.write_text(json.dumps(record, indent=1) + "\n")
+    path = record_path(settings.record_dir, "demo", "cpu")
+    write_whole(path, record)
     return path
 
 
